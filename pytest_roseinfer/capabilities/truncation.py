@@ -336,6 +336,9 @@ def cut_with_little_room(writer: operation.Writer) -> None:
     num_groups = len(writer.oracle.windows.groups)
     if size == 1 or not can_share or not needed <= adapter.abilities or writer.live:
         return
+    if _can_share_in_one_group(writer) and writer.between(0, 1):
+        _cut_shared_by_one_group(writer)
+        return
     if writer.between(0, 4 if num_groups == 1 else 1):
         return
     operation.add_while_fitting(writer, _share_two_prompts(writer))
@@ -375,6 +378,48 @@ def _share_two_prompts(writer: operation.Writer) -> Iterator[operation.Operation
         yield Fork(parent, *writer.fresh(1))
 
 
+def _can_share_in_one_group(writer: operation.Writer) -> bool:
+    """Return True if groups share a pool, and a cut of a block and a part is allowed."""
+    oracle, can = writer.oracle, writer.adapter.abilities
+    return (
+        len(oracle.windows.groups) > 1
+        and oracle.windows.shared_pool
+        and AppendMany.needs <= can
+        and oracle.can_truncate(2 * oracle.block_size, oracle.block_size - 1)
+    )
+
+
+def _cut_shared_by_one_group(writer: operation.Writer) -> None:
+    """Cut a sequence, with no block free, whose blocks a fork shares in one group of layers only.
+
+    The fork has gone on until they left a window, so that one group frees the block that the copy
+    of the other one takes.
+    """
+    size, oracle = writer.oracle.block_size, writer.oracle
+    parent, child = writer.fresh(2)
+    window = writer.pick(oracle.windows.sizes)
+    steps = (
+        Prefill(parent, 2 * size, writer.layout()),
+        Fork(parent, child),
+        AppendMany((child,), (window,), writer.layout()),
+        AppendMany((child,), (1,), writer.layout()),  # some caches free at the next write
+    )
+    operation.add_while_fitting(writer, iter(steps))
+    if {parent, child} <= {*writer.live} and oracle.allows_truncation(parent, size - 1):
+        # A new sequence takes a block in each group, and a longer one mostly in one only.
+        counts = (count for count in range(1, size + 1) if _is_even_after(writer, child, count))
+        if oracle.pages_free() % len(oracle.windows.groups) and (count := next(counts, 0)):
+            writer.take(AppendMany((child,), (count,)))
+        _fill_up(writer, 0, None)
+        writer.take(Truncate(parent, size - 1))
+
+
+def _is_even_after(writer: operation.Writer, seq: int, count: int) -> bool:
+    """Return True if new sequences can take all blocks that a write of a sequence leaves."""
+    oracle = writer.oracle
+    return oracle.pages_free_after(seq, count) % len(oracle.windows.groups) == 0
+
+
 def _shares_equal_prefixes(writer: operation.Writer) -> bool:
     """Return True if a new sequence may take no block, since others have its tokens."""
     return bool(writer.adapter.prefixes.shares == "equal prefixes")
@@ -384,9 +429,11 @@ def _fill_up(writer: operation.Writer, free: int, filler: int | None) -> None:
     """Write until this number of blocks is free, or as near to it as a few writes come.
 
     Extend ``filler``, or begin new sequences if it is None. With windows, a longer sequence may
-    take a block in one group only.
+    take a block in one group only, and a new one takes one in each: no block is left if the
+    others are as many for each group.
     """
     oracle, can = writer.oracle, writer.adapter.abilities
+    each_time = 1 if free else len(oracle.windows.groups)
     size, fillers = oracle.block_size, [] if filler is None else [filler]
     for _ in range(_FILLING_WRITES):
         counts = [blocks * size for blocks in range(1, oracle.pages_free() + 1)]
@@ -400,7 +447,7 @@ def _fill_up(writer: operation.Writer, free: int, filler: int | None) -> None:
         enough = [step for step, blocks in left.items() if free <= blocks < oracle.pages_free()]
         if not enough:
             return
-        step = min(enough, key=lambda each: left[each])
+        step = min(enough, key=lambda each: (left[each] % each_time, left[each]))
         fillers += step.new_seqs()
         writer.take(step)
 

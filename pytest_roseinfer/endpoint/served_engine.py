@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.endpoint.server import (
+    CHOICES,
     Choice,
     CompletionStream,
     Server,
@@ -42,32 +43,36 @@ _NEAR_TIE_GAP = 0.25
 
 In bfloat16, between two logits of about 12, another batch changed the gap by 0.19.
 """
+_LOGPROB_ROOM = 2 * _NEAR_TIE_GAP
+"""Difference of a token's logprobs, here and alone, that rounding cannot explain."""
 _INCOMPLETE_CHARACTER = "\ufffd"
 _MOST = 400
 """Maximum characters of a text in a message; a longer one is cut around the difference."""
-_COUNTED = ("prompt_tokens", "completion_tokens")
-"""Usage fields that must match; the number of cached prompt tokens may differ."""
 
 
 def find_mismatch(stream: CompletionStream, *alone: CompletionStream) -> str:
     """Describe the mismatch of a stream that has ended; "" for an expected one.
 
-    Each of its prompts is compared with the stream of this prompt alone.
+    Each choice of a prompt is compared with the stream of this prompt alone. Its usage must count
+    each prompt once, and the tokens of all choices.
     """
     if stream.error:
         text = stream.choices[-1].text
         return f"failed: {stream.error}, after {_around(text, len(text))}"
-    expected = [each.choices[0] for each in alone]
+    alone_of_choices = [each for each in alone for _ in range(len(stream.choices) // len(alone))]
+    expected = [each.choices[0] for each in alone_of_choices]
     for number, (choice, right) in enumerate(zip(stream.choices, expected, strict=True)):
         if mismatch := _choice_mismatch(choice, right):
-            return f"choice {number} {mismatch}" if len(alone) > 1 else mismatch
+            return f"choice {number} {mismatch}" if len(expected) > 1 else mismatch
     pairs = zip(stream.choices, expected, strict=True)
     if any(choice.text != right.text for choice, right in pairs):
         return ""  # a near tie, after which counts may differ too
-    counts = [(_count(name, [stream]), _count(name, alone)) for name in _COUNTED]
+    counted = {"prompt_tokens": alone, "completion_tokens": alone_of_choices}
+    counts = [(_count(name, [stream]), _count(name, each)) for name, each in counted.items()]
     if any(actual != right for actual, right in counts):
         usages = ", ".join(str(each.usage) for each in alone)
-        return f"has the usage {stream.usage}; alone it has {usages}"
+        of_choices = f" with {len(expected)} choices" if len(expected) > len(alone) else ""
+        return f"has the usage {stream.usage}{of_choices}; alone it has {usages}"
     if stream.usage and stream.usage["total_tokens"] != sum(actual or 0 for actual, _ in counts):
         return f"has a usage that does not add up: {stream.usage}"
     return ""
@@ -95,7 +100,28 @@ def _choice_mismatch(actual: Choice, expected: Choice) -> str:
         equal = [*takewhile(lambda pair: pair[0] == pair[1], pairs)]
         if not near_tie(expected, sum(len(token) for token, _ in equal)):
             return f"has logprobs of the tokens {actual.tokens}; alone of {expected.tokens}"
+        return ""
+    return _logprobs_mismatch(actual, expected)
+
+
+def _logprobs_mismatch(actual: Choice, expected: Choice) -> str:
+    """Describe logprobs that differ from those alone; "" if rounding explains all differences."""
+    pairs = zip(actual.tokens, actual.logprobs, expected.logprobs, strict=False)
+    for at, (token, here, alone) in enumerate(pairs):
+        if here and alone and (_differ(here, alone) or _differ(alone, here)):
+            return f"has the logprobs {here} at token {at}, {token!r}; alone {alone}"
     return ""
+
+
+def _differ(shown: Mapping[str, float], others: Mapping[str, float]) -> bool:
+    """Return True if a logprob is not that of ``others``, which have their highest ones."""
+    lowest = min(others.values())
+    return any(
+        abs(logprob - others[token]) > _LOGPROB_ROOM
+        if token in others
+        else logprob > lowest + _LOGPROB_ROOM
+        for token, logprob in shown.items()
+    )
 
 
 def equal_parts(stream: CompletionStream, alone: CompletionStream) -> tuple[str, Choice]:
@@ -125,7 +151,7 @@ def remove_echoes(stream: CompletionStream) -> str:
     """
     for number, (choice, prompt) in enumerate(zip(stream.choices, stream.prompts, strict=True)):
         begin, choice.text = choice.text[: len(prompt)], choice.text[len(prompt) :]
-        choice.tokens = []
+        choice.tokens, choice.logprobs = [], []
         if begin != prompt:
             return f"choice {number} echoes {begin!r}; its prompt is {prompt!r}"
     return ""
@@ -261,7 +287,8 @@ class ServedEngine(_ServedCacheMethods, EngineAdapter):
     """Adapter of a server: prompts are words, and characters of completions stand for tokens.
 
     A mix is served twice: first all requests at once, while the server may have none of their
-    prompts cached, and beside them several of the prompts in one HTTP request; then as drawn. In
+    prompts cached, and beside them several of the prompts in one HTTP request, and one prompt with
+    several choices; then as drawn. In
     between, each request that has no reference yet is served alone. A request that will be left
     asks for a long text, so that the server cannot have ended it by itself.
     """
@@ -318,6 +345,10 @@ class ServedEngine(_ServedCacheMethods, EngineAdapter):
             prompts = [mix.requests[number].prompt for number in together]
             sampling = mix.requests[together[0]].sampling
             streams.append((together, self._send_request(prompts, sampling)))
+        if self.server.dialect.several_choices:
+            first = mix.requests[0]
+            stream = self._send_request([first.prompt], first.sampling, choices=CHOICES)
+            streams.append(([0], stream))
         for _, cold in streams:
             cold.wait()
         self.server.describe_leaks()  # waits until idle: a failed mix may have left requests
@@ -361,7 +392,9 @@ class ServedEngine(_ServedCacheMethods, EngineAdapter):
                 mismatch = remove_echoes(cold)
             if mismatch := mismatch or find_mismatch(cold, *alone):
                 requests = f"request{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-                once = "when all arrived at once" if len(numbers) == 1 else "in one HTTP request"
+                once = (
+                    "in one HTTP request" if len(cold.choices) > 1 else "when all arrived at once"
+                )
                 self._fail(f"{requests}, {once}, {mismatch}")
         self._cold = []
         for stream, (number, reference) in self._open.items():
@@ -409,18 +442,32 @@ class ServedEngine(_ServedCacheMethods, EngineAdapter):
         return self._num_arrived > self._num_seen or all(stream.has_ended for stream in self._open)
 
     def _send_request(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, lasting: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        choices: int = 1,
+        lasting: bool = False,
     ) -> CompletionStream:
         """Open a stream; one that is ``lasting`` has a long text if the server makes any."""
         long_tokens = self.server.dialect.long_tokens if lasting else 0
         max_tokens = long_tokens or sampling.max_new_tokens
-        return self._send([*map(_text, prompts)], max_tokens, lasting=long_tokens > 0)
+        texts = [*map(_text, prompts)]
+        return self._send(texts, max_tokens, choices=choices, lasting=long_tokens > 0)
 
-    def _send(self, texts: Sequence[str], max_tokens: int, *, lasting: bool) -> CompletionStream:
+    def _send(
+        self, texts: Sequence[str], max_tokens: int, *, choices: int = 1, lasting: bool
+    ) -> CompletionStream:
         silence = settings.current().step_seconds or 600.0
         try:
             return CompletionStream(
-                self.server, texts, max_tokens, silence, self._arrive, lasting=lasting
+                self.server,
+                texts,
+                max_tokens,
+                silence,
+                self._arrive,
+                choices=choices,
+                lasting=lasting,
             )
         except ServerGone:
             raise

@@ -29,6 +29,10 @@ _PATIENCE = 60.0
 """Seconds without a byte after which a server's first responses are given up."""
 _LONG_TOKENS = (1024, 256)
 """Tokens of a text that is left before its end, the first number that the server accepts."""
+_ARGMAX = {"temperature": 1, "top_p": 1e-6}
+"""Parameters that sample the argmax, for servers that refuse several choices at temperature 0."""
+CHOICES = 2
+"""Choices of a request with several for its prompt."""
 _METRICS_SETTLE = 0.25
 """Seconds for a server to remove a request that has ended from its metrics."""
 _REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -65,11 +69,21 @@ class Dialect:
     """True if a request may have several prompts, with a choice for each."""
     echo: bool = False
     """True if the server repeats the prompt before its completion on request."""
+    several_choices: bool = False
+    """True if a request may have several choices for its prompt."""
+    sampled_choices: bool = False
+    """True if it must sample them: they then get a nucleus of one token, which is the argmax."""
     long_tokens: int = 0
     """Tokens of a long text, which does not end by itself; 0 for a server that makes none."""
 
     def body(
-        self, model: str, prompts: Sequence[str], max_tokens: int, *, lasting: bool = False
+        self,
+        model: str,
+        prompts: Sequence[str],
+        max_tokens: int,
+        *,
+        choices: int = 1,
+        lasting: bool = False,
     ) -> dict[str, Any]:
         """Return a request's body; the text of a ``lasting`` one does not end by itself."""
         logprobs: dict[str, Any] = {}
@@ -86,6 +100,8 @@ class Dialect:
             body |= logprobs
         if self.usage:
             body["stream_options"] = {"include_usage": True}
+        if choices > 1:
+            body |= {"n": choices, **(_ARGMAX if self.sampled_choices else {})}
         if lasting:
             body["ignore_eos"] = True
         return body
@@ -111,6 +127,7 @@ class Server:
         self.dialect = self._dialect()
         self._idle = self._read_metrics(_HELD)
         self.dialect = self._with_several_prompts(self.dialect)
+        self.dialect = self._with_several_choices(self.dialect)
         self.dialect = self._with_long_texts(self.dialect)
         self._was_reachable = True
 
@@ -121,12 +138,13 @@ class Server:
         dialect: Dialect,
         silence: float,
         *,
+        choices: int = 1,
         lasting: bool = False,
     ) -> HTTPResponse:
         """Send a completion request and return the response, with its lines still unread."""
         self._wait_for_turn()
-        body = json.dumps(dialect.body(self.model, prompts, max_tokens, lasting=lasting))
-        return self._request("POST", dialect.path, silence, body)
+        body = dialect.body(self.model, prompts, max_tokens, choices=choices, lasting=lasting)
+        return self._request("POST", dialect.path, silence, json.dumps(body))
 
     def leave_early(self, prompt: str, seconds: float) -> None:
         """Request a long text, and disconnect ``seconds`` later without reading a response."""
@@ -284,6 +302,15 @@ class Server:
                 return several
         return dialect
 
+    def _with_several_choices(self, dialect: Dialect) -> Dialect:
+        """Return the dialect with several choices for a prompt, if the server has them."""
+        for sampled in (False, True):
+            several = replace(dialect, several_choices=True, sampled_choices=sampled)
+            stream = self._try_stream(["a"], several, CHOICES)
+            if stream and all(choice.finish_reason for choice in stream.choices):
+                return several
+        return dialect
+
     def _with_long_texts(self, dialect: Dialect) -> Dialect:
         """Return the dialect with the longest texts that the server makes."""
         for tokens in _LONG_TOKENS:
@@ -292,10 +319,14 @@ class Server:
                 return replace(dialect, long_tokens=tokens)
         return dialect
 
-    def _try_stream(self, prompts: Sequence[str], dialect: Dialect) -> CompletionStream | None:
-        """Return an ended stream of one token per prompt; None if the server refuses it."""
+    def _try_stream(
+        self, prompts: Sequence[str], dialect: Dialect, choices: int = 1
+    ) -> CompletionStream | None:
+        """Return an ended stream of one token per choice; None if the server refuses it."""
         try:
-            stream = CompletionStream(self, prompts, 1, _PATIENCE, lambda: None, dialect=dialect)
+            stream = CompletionStream(
+                self, prompts, 1, _PATIENCE, lambda: None, dialect=dialect, choices=choices
+            )
         except ServerError:
             return None
         stream.wait()
@@ -351,7 +382,7 @@ def _has_stopped(status: int, text: str) -> bool:
 
 @dataclass(slots=True)
 class Choice:
-    """The text of one prompt of a streamed request, as far as it has arrived."""
+    """One text of a streamed request, as far as it has arrived."""
 
     text: str = ""
     tokens: list[str] = field(default_factory=list)
@@ -359,6 +390,8 @@ class Choice:
     top2_gaps: list[float] = field(default_factory=list)
     """Gap between the top two logprobs, of each token."""
     finish_reason: str | None = None
+    logprobs: list[dict[str, float]] = field(default_factory=list)
+    """Logprobs at the position of each token, by token: its own and the top ones."""
 
 
 class CompletionStream:
@@ -373,11 +406,13 @@ class CompletionStream:
         arrived: Callable[[], None],
         *,
         dialect: Dialect | None = None,
+        choices: int = 1,
         lasting: bool = False,
     ) -> None:
+        """Send a request with ``choices`` texts for each prompt: those of the first come first."""
         self.prompts = prompts
         self.lasting = lasting
-        self.choices = [Choice() for _ in prompts]
+        self.choices = [Choice() for _ in range(len(prompts) * choices)]
         self.usage: dict[str, Any] = {}
         self.error = ""
         self.has_ended = False
@@ -385,7 +420,9 @@ class CompletionStream:
         self._arrived = arrived
         self._silence = silence
         self._dialect = dialect or server.dialect
-        self._response = server.open(prompts, max_tokens, self._dialect, silence, lasting=lasting)
+        self._response = server.open(
+            prompts, max_tokens, self._dialect, silence, choices=choices, lasting=lasting
+        )
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -445,8 +482,8 @@ class CompletionStream:
         for chunk in event.get("choices", ()):
             index = chunk.get("index", 0)
             if index not in range(len(self.choices)):
-                prompts = format_count(len(self.choices), "prompt")
-                raise ServerError(f"choice {index} arrived in a response to {prompts}")
+                expected = format_count(len(self.choices), "choice")
+                raise ServerError(f"choice {index} arrived in a response of {expected}")
             choice = self.choices[index]
             piece = chunk["delta"].get("content") if self._dialect.chat else chunk["text"]
             if choice.finish_reason and piece:
@@ -460,6 +497,8 @@ class CompletionStream:
             for each in logprobs.get("content") or ():
                 choice.tokens.append(each["token"])
                 choice.top2_gaps.append(_gap([top["logprob"] for top in each["top_logprobs"]]))
+                shown = (*each["top_logprobs"], each)
+                choice.logprobs.append({one["token"]: one["logprob"] for one in shown})
             return
         lists = {name: each for name in _LISTS if (each := logprobs.get(name)) is not None}
         if len({len(each) for each in lists.values()}) > 1:
@@ -468,6 +507,7 @@ class CompletionStream:
         if {"tokens", "top_logprobs"} <= lists.keys():
             choice.tokens += lists["tokens"]
             choice.top2_gaps += [_gap((top or {}).values()) for top in lists["top_logprobs"]]
+            choice.logprobs += [top or {} for top in lists["top_logprobs"]]
 
 
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")

@@ -14,6 +14,7 @@ from pytest_roseinfer.engine_capabilities.capability import (
     MixObserver,
 )
 from pytest_roseinfer.engine_capabilities.guides import is_complete, takes_guides
+from pytest_roseinfer.engine_capabilities.sampling import eos_tokens
 from pytest_roseinfer.engine_capabilities.text import FLUSHED, find_stop, is_certain
 from pytest_roseinfer.words import format_count
 
@@ -76,8 +77,9 @@ def ending_of(adapter: Any, spec: Any, tokens: Sequence[int]) -> Ending:
         reasons = {_STOP, STOP_TOKEN, GUIDE} | ({LENGTH} if at_limit else set())
         return Ending(GUIDE, frozenset(reasons), "as its guide is complete")
     ends = not sampling.ignore_eos and bool(tokens)
-    by_token = ends and (tokens[-1] == adapter.eos_token or not at_limit)
-    unknown = ends and at_limit and adapter.eos_token is None and adapter.defines("generate_alone")
+    known = eos_tokens(type(adapter))
+    by_token = ends and (tokens[-1] in known or not at_limit)
+    unknown = ends and at_limit and not known and adapter.defines("generate_alone")
     if by_token:
         detail = f"by token {adapter.spell(tokens[-1])}"
         return Ending(STOP_TOKEN, frozenset({_STOP, STOP_TOKEN}), detail)
@@ -108,6 +110,8 @@ class Endings(MixObserver):
         self.counts[_condition(right.reason, len(served.tokens))] += 1
         at_limit = len(served.tokens) == served.spec.sampling.max_new_tokens
         self.counts[AT_LIMIT] += right.reason == STOP_TOKEN and at_limit
+        by_other = right.reason == STOP_TOKEN and served.tokens[-1] in adapter.other_eos_tokens
+        self.counts[BY_OTHER_TOKEN] += by_other
         if right.reason == STOP_STRING:
             self._count_stop_string(served)
         if not adapter.defines("finish_reason"):
@@ -143,10 +147,15 @@ def _condition(reason: str, num_tokens: int) -> str:
 
 
 NESTED, AT_LIMIT = "ended_by_nested_stop_string", "ended_by_stop_token_at_limit"
+BY_OTHER_TOKEN = "ended_by_other_stop_token"
 
 
 def _has_stop_token(adapter: type[Any]) -> bool:
-    return adapter.eos_token is not None
+    return bool(eos_tokens(adapter))
+
+
+def _has_other_stop_tokens(adapter: type[Any]) -> bool:
+    return bool(adapter.other_eos_tokens)
 
 
 def _has_text(adapter: type[Any]) -> bool:
@@ -182,6 +191,11 @@ def _conditions() -> list[MixCondition]:
         *conditions,
         MixCondition(
             AT_LIMIT, "The last token allowed was the end-of-sequence token.", _has_stop_token
+        ),
+        MixCondition(
+            BY_OTHER_TOKEN,
+            "A token of other_eos_tokens ended a request.",
+            _has_other_stop_tokens,
         ),
         MixCondition(
             NESTED, "A request ended by a stop string inside another one of its own.", _has_text

@@ -20,7 +20,11 @@ from pytest_roseinfer.engine_capabilities.capability import (
     SamplingCore,
     change,
 )
-from pytest_roseinfer.engine_capabilities.sampling import may_be_chosen, permitted_logits
+from pytest_roseinfer.engine_capabilities.sampling import (
+    eos_tokens,
+    may_be_chosen,
+    permitted_logits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -181,7 +185,7 @@ def settle_guide(adapter: Any, spec: Any, expected: list[int], mix: Any) -> tupl
             sampling = replace(sampling, max_new_tokens=max(1, len(tokens)))
             break
         tokens.append(best)
-        if best == adapter.eos_token:
+        if best in eos_tokens(type(adapter)):
             break
     return (replace(spec, sampling=sampling), tokens) if tokens else (spec, expected)
 

@@ -35,6 +35,10 @@ class PrefixReuseTraits(Traits):
     evicts: Literal["any", "least recent"] = "any"
     """``least recent`` if the text that was not used for the longest time is evicted first, so that
     others are found again."""
+    evicts_from_end: dict[str, tuple[Any, ...]] | None = None
+    """Values of switches with which a text loses its last blocks first, so that a prompt begins
+    with those that are left, whatever else was evicted; empty for all values, and None if no such
+    order is promised. Only with ``finds="full blocks"``."""
     enabled_by: dict[str, Any] = field(default_factory=dict)
     """Values of switches without which nothing is promised."""
     same_bits: bool = False
@@ -61,6 +65,7 @@ class PrefixReuseMethods:
 
 FOUND = "prompt_found_again"
 FOUND_AFTER_EVICTION = "prompt_found_after_eviction"
+FOUND_IN_PART = "prompt_found_in_part_after_eviction"
 HIT, HIT_BEHIND_ANOTHER = "prompt_hit", "prompt_hit_behind_another"
 COLD_STARTS, BITS_COMPARED = "cold_starts_of_one_prompt", "prompt_hit_compared_with_computed"
 _CONCLUSIVE_MIXES = 100
@@ -223,16 +228,36 @@ class PrefixReuse(MixObserver):
             used_since = known
             if traits.evicts == "least recent":
                 used_since = [each for each in known if self._is_used_since(each, of_other)]
-            if not shared or not self._fits(used_since, shared):
+            left = shared
+            if not self._fits(used_since, shared):
+                left = min(shared, self._tokens_left(used_since, served, other))
+            if left <= 0:
                 continue
-            if use.cached < shared:
+            if use.cached < left:
+                of = "" if left == shared else f"first {left} of the "
                 return (
                     f"{served.name} began with {format_count(use.cached, 'cached token')}; the "
-                    f"cache has room for the {shared} that it shares with request {other.number}"
+                    f"cache has room for the {of}{shared} that it shares with request "
+                    f"{other.number}"
                 )
-            self.counts[FOUND] += 1
-            self.counts[FOUND_AFTER_EVICTION] += not self._fits(known, shared)
+            self.counts[FOUND] += left == shared
+            self.counts[FOUND_AFTER_EVICTION] += left == shared and not self._fits(known, shared)
+            self.counts[FOUND_IN_PART] += left < shared
         return ""
+
+    def _tokens_left(
+        self, used_since: Sequence[ServedRequest], served: ServedRequest, other: ServedRequest
+    ) -> int:
+        """Return the first tokens of another text that must be left for a request."""
+        mix, order = self.run.mix, self.run.adapter.prefix_reuse.evicts_from_end
+        if order is None or any(mix.options[name] not in values for name, values in order.items()):
+            return 0
+        if self._room_beside([served]) < 0:
+            return 0  # a request that hardly fits may empty the cache for itself
+        used = [each for each in used_since if each.number not in (served.number, other.number)]
+        # A prompt whose logprobs are wanted takes its blocks although it is cached too.
+        again = [each for each in used if getattr(each.spec.sampling, "prompt_logprobs", False)]
+        return self._room_beside([*used, *again]) * int(mix.block_size)
 
     def _is_used_since(self, each: ServedRequest, other: _Use) -> bool:
         ended = self._uses[each.number].ended
@@ -241,13 +266,19 @@ class PrefixReuse(MixObserver):
     def _fits(self, used: Sequence[ServedRequest], shared: int) -> bool:
         """Return True if the cache has room for the texts of all these requests together.
 
-        Two of them have the ``shared`` first tokens in the same blocks. Each may take one block
-        more, for a copy of a partial one.
+        Two of them have the ``shared`` first tokens in the same blocks.
+        """
+        return self._room_beside(used) + shared // int(self.run.mix.block_size) >= 0
+
+    def _room_beside(self, used: Sequence[ServedRequest]) -> int:
+        """Return the blocks beside the texts of these requests; negative if they do not fit.
+
+        Each may take one block more, for a copy of a partial one.
         """
         size = self.run.mix.block_size
-        blocks = sum(-(-_most_tokens(each) // size) + 1 for each in used) - shared // size
+        blocks = sum(-(-_most_tokens(each) // size) + 1 for each in used)
         capacity = self.run.mix.cache_tokens // size
-        return bool(blocks + capacity // _SPARE <= capacity)
+        return int(capacity - capacity // _SPARE - blocks)
 
 
 def _most_tokens(served: ServedRequest) -> int:
@@ -266,6 +297,10 @@ def _finds_full_blocks(adapter: type[Any]) -> bool:
 
 def _evicts_least_recent(adapter: type[Any]) -> bool:
     return _finds_full_blocks(adapter) and adapter.prefix_reuse.evicts == "least recent"
+
+
+def _evicts_from_end(adapter: type[Any]) -> bool:
+    return _finds_full_blocks(adapter) and adapter.prefix_reuse.evicts_from_end is not None
 
 
 def _shows_hits(adapter: type[Any]) -> bool:
@@ -291,11 +326,21 @@ def refuse_bits_without_logprobs(adapter: type[Any]) -> None:
         )
 
 
+def refuse_order_of_some_blocks(adapter: type[Any]) -> None:
+    """Raise ``TypeError`` for a promised order of the blocks of texts that need not be found."""
+    reuse = adapter.prefix_reuse
+    if reuse.evicts_from_end is not None and reuse.finds != "full blocks":
+        raise TypeError(
+            f"{adapter.__name__}.prefix_reuse.evicts_from_end is set, and finds is "
+            f"{reuse.finds!r}: only 'full blocks' can be judged"
+        )
+
+
 PREFIX_REUSE = EngineCapability(
     methods=PrefixReuseMethods,
     draw=draw_logprobs,
     observers=(PrefixReuse,),
-    refuse=(refuse_bits_without_logprobs,),
+    refuse=(refuse_bits_without_logprobs, refuse_order_of_some_blocks),
     conditions=(
         MixCondition(
             HIT,
@@ -328,6 +373,11 @@ PREFIX_REUSE = EngineCapability(
             FOUND_AFTER_EVICTION,
             "The same, where other texts had to be evicted.",
             _evicts_least_recent,
+        ),
+        MixCondition(
+            FOUND_IN_PART,
+            "A prompt shared blocks with a text of which only the first must still be stored.",
+            _evicts_from_end,
         ),
     ),
 )

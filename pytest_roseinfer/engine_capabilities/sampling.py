@@ -31,7 +31,7 @@ from pytest_roseinfer.engine_capabilities.capability import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     import numpy as np
     from hypothesis import strategies as st
@@ -101,6 +101,8 @@ class SamplingMethods:
     eos_token: ClassVar[int | None] = None
     """End-of-sequence token, for an adapter that does not define ``generate_alone``; None if no
     token ends a text."""
+    other_eos_tokens: ClassVar[Collection[int]] = ()
+    """Further tokens that end a text as ``eos_token`` does."""
     rounding: ClassVar[float] = 3e-5
     """Largest difference between the engine's logits and ``logits``, relative to the largest."""
 
@@ -117,7 +119,8 @@ class SamplingMethods:
         """
         new: list[int] = []
         goes_on = sampling.ignore_eos
-        while len(new) < sampling.max_new_tokens and (goes_on or self.eos_token not in new):
+        ends = {*eos_tokens(type(self))}
+        while len(new) < sampling.max_new_tokens and (goes_on or ends.isdisjoint(new)):
             new.append(int(logits_of(self, [*prompt, *new], mix).argmax()))
         return new
 
@@ -148,6 +151,12 @@ class SamplingMethods:
         request must then be allowed by its parameters, as the harness's own sampling code computes
         them.
         """
+
+
+def eos_tokens(adapter: type[Any]) -> tuple[int, ...]:
+    """Return the tokens that end a text of an engine; none if they are unknown."""
+    first = () if adapter.eos_token is None else (adapter.eos_token,)
+    return (*first, *adapter.other_eos_tokens)
 
 
 # Reference implementation of sampling
@@ -338,7 +347,7 @@ def restrict_to_greedy(adapter: type[Any], spec: Any) -> Any:
     if not adapter.sampling.greedy_only:
         return spec
     greedy = {name: getattr(SamplingFields, name) for name in get_annotations(SamplingFields)}
-    if adapter.eos_token is None:
+    if not eos_tokens(adapter):
         greedy |= dict.fromkeys(get_annotations(EarlyEndFields), False)
     return change(spec, **greedy)
 

@@ -75,6 +75,14 @@ _KINDS = (
 )
 
 
+def _kinds(adapter: type[EngineAdapter], aim: str | None, first_setting: int) -> Sequence[str]:
+    """Return the kinds of mixes; the simplest repeats prompts if the aim is only to find these."""
+    settings = adapter.paths[aim].settings_to_draw if aim else ()
+    enabled_by = adapter.prefix_reuse.enabled_by
+    finds = enabled_by and settings and settings[first_setting % len(settings)] == enabled_by
+    return ("repeated", *_KINDS) if finds else _KINDS
+
+
 @st.composite
 def prompts(
     draw: st.DrawFn, *, vocabulary: int, longest: int, length: str = "any"
@@ -132,7 +140,7 @@ def request_mixes(
     if path := draw_long_path(draw, adapter, aim, device):
         first = first_setting if path == aim else 0
         return _with_long_context(draw, adapter, path, first, new, device)
-    kind = draw(st.sampled_from(_KINDS))
+    kind = draw(st.sampled_from(_kinds(adapter, aim, first_setting)))
     if kind == "continued":
         specs = _continued(draw, adapter.vocabulary, longest, new)
     elif kind == "relay":
@@ -160,9 +168,10 @@ def request_mixes(
     elif kind != "continued":
         more = [0, 1, block_size, 3 * block_size] + [sum(sizes)] * (kind != "crowded")
         room += draw(st.sampled_from(more))
-    return RequestMix(
-        tuple(specs), block_size, room, device, draw(switches(adapter, aim, first_setting))
-    )
+    options = draw(switches(adapter, aim, first_setting))
+    if kind == "repeated":
+        options = {**options, **_settings_of_repeated(draw, adapter, specs)}
+    return RequestMix(tuple(specs), block_size, room, device, options)
 
 
 def _with_one_more(
@@ -285,12 +294,16 @@ def _continued(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list
 def _repeated(
     draw: st.DrawFn, adapter: type[EngineAdapter], longest: int, new: int
 ) -> list[RequestSpec]:
-    """Draw requests one after the other: short prompts, a long one, and a short one again.
+    """Draw requests one after the other: short prompts, a long one, and one of them again.
 
     In a cache without room for all of them, the long one must be evicted for the second short one,
-    since the first was used after it.
+    since the first was used after it. If an engine evicts texts from their ends, and the long one
+    comes again, its first blocks must be found.
     """
-    short = st.integers(max(1, longest // 6), max(1, longest // 4))
+    finds_first_blocks = adapter.prefix_reuse.evicts_from_end is not None
+    ends_with_long = finds_first_blocks and draw(st.sampled_from((True, False)))
+    least, most = (4, 3) if ends_with_long else (6, 4)
+    short = st.integers(max(1, longest // least), max(1, longest // most))
     lengths = [longest, draw(short), draw(short)]
     long, again, other = (
         common_text(length, adapter.vocabulary, at) for at, length in enumerate(lengths)
@@ -298,7 +311,7 @@ def _repeated(
     arrival = 0
     specs = []
     begins = draw(st.sampled_from(((long, again), (again, long, again))))
-    for text in (*begins, other, again):
+    for text in (*begins, other, long if ends_with_long else again):
         tokens = draw(st.sampled_from((1, 1, 2, 3)))
         sampling = Sampling(min(tokens, new), ignore_eos=draw(st.booleans()))
         specs.append(RequestSpec(text, sampling, arrival))
@@ -307,11 +320,33 @@ def _repeated(
     return specs
 
 
+def _ends_with_longest(specs: Sequence[RequestSpec]) -> bool:
+    return len(specs[-1].prompt) == max(len(each.prompt) for each in specs)
+
+
+def _settings_of_repeated(
+    draw: st.DrawFn, adapter: type[EngineAdapter], specs: Sequence[RequestSpec]
+) -> dict[str, Any]:
+    """Draw the switches with which the last request must find its prompt, or a part of it."""
+    reuse = adapter.prefix_reuse
+    settings = dict(reuse.enabled_by)
+    if _ends_with_longest(specs):
+        for name, values in (reuse.evicts_from_end or {}).items():
+            usual = [each for each in adapter.option_choices[name] if each in values]
+            settings[name] = draw(st.sampled_from(usual))
+    return settings
+
+
 def _rooms_for_repeated(specs: Sequence[RequestSpec], block_size: int) -> list[int]:
-    """Return the room for the last three requests, with an eighth to spare, and for all of them."""
+    """Return the room for the last three requests, with an eighth to spare, and for all of them.
+
+    If the last one is the longest, it is the room for that one, so that a part of it is evicted.
+    """
     blocks = [-(-each.max_tokens // block_size) + 1 for each in specs]
     needed = (sum(blocks[-3:]), sum(blocks[-3:]), sum(blocks))
     rooms = [(each * 8 // 7 + 1) * block_size for each in needed]
+    if _ends_with_longest(specs):
+        rooms = [blocks[-1] * 8 // 7 * block_size]
     return [max(room, *(each.max_tokens for each in specs)) for room in rooms]
 
 

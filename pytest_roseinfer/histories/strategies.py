@@ -485,12 +485,17 @@ def layer_windows(
 ) -> tuple[int | None, ...]:
     """Draw a window for each layer, at most ``groups`` different ones; None counts as one.
 
-    They are among ``sizes`` if there are any, else around the edges of blocks.
+    They are among ``sizes`` if there are any, else around the edges of blocks. One in four has full
+    attention and a window of two blocks, which forks soon share differently.
     """
     edges = (block_size, 2 * block_size, 3 * block_size)
     near = sorted({1, 2} | {edge + more for edge in edges for more in (-1, 0, 1)} - {0})
     kinds = st.sampled_from(sizes) if sizes else st.one_of(st.sampled_from(near), st.none())
-    drawn = draw(st.lists(kinds, min_size=1, max_size=min(groups, num_layers), unique=True))
+    most = min(groups, num_layers)
+    any_windows = st.lists(kinds, min_size=1, max_size=most, unique=True)
+    if most > 1 and not sizes:
+        any_windows = st.one_of(*[any_windows] * 3, st.just([None, 2 * block_size]))
+    drawn = draw(any_windows)
     others = (draw(st.sampled_from(drawn)) for _ in range(num_layers - len(drawn)))
     return (*drawn, *others)
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 VOCABULARY = 32
 EOS_TOKEN = 5
+SECOND_EOS_TOKEN = 6
+EOS_TOKENS = (EOS_TOKEN, SECOND_EOS_TOKEN)
+"""Tokens that end a text; the models of many checkpoints have two or three."""
 MAX_TOKENS = 48
 """Most tokens of a usual request, so that the slow twin's outputs are computed quickly."""
 POSITIONS = 160
@@ -108,7 +111,7 @@ def config(name: str) -> Any:
     tokens = {
         "vocab_size": VOCABULARY + (name == PADDED_VOCABULARY),
         "bos_token_id": EOS_TOKEN,
-        "eos_token_id": EOS_TOKEN,
+        "eos_token_id": [*EOS_TOKENS],
     }
     if family == "gpt2":
         sizes = {"n_positions": positions, "n_embd": heads * head_dim, "n_head": heads}
@@ -197,7 +200,7 @@ def _compute_logits(name: str, device: str, contexts: Sequence[tuple[int, ...]])
 # Small tokenizers for the models.
 
 
-_END = "<end>"
+_END, _SECOND_END = "<end>", "<end of turn>"
 _BYTES = ("a", "b", "Ġ", "ab", "Ã", "©", "é", "â", "Ĥ", "¬", "âĤ", "ba", "Ġa", "ðŁ", "ĺ", "Ģ", "c")
 """Pieces in GPT-2's byte alphabet: letters, a space, and parts of multi-byte characters."""
 _WORDS = ("▁a", "▁b", "a", "b", "▁", "ab", "▁ab", "é", "▁ba", "c")
@@ -222,15 +225,19 @@ def text_of(tokens: Sequence[int], by: Any) -> str:
 def _build_tokenizer(pieces: Sequence[str], decoder: Any) -> Any:
     from transformers import PreTrainedTokenizerFast  # takes seconds to import
 
-    others = (token for token in range(VOCABULARY) if token != EOS_TOKEN)
+    others = (token for token in range(VOCABULARY) if token not in EOS_TOKENS)
     written = {token: f"{pieces[at % len(pieces)]}" for at, token in enumerate(others)}
     for at, token in enumerate(sorted(written)[len(pieces) :]):
         written[token] = chr(ord("A") + at)
-    vocabulary = {text: token for token, text in written.items()} | {_END: EOS_TOKEN}
+    ends = dict(zip((_END, _SECOND_END), EOS_TOKENS, strict=True))
+    vocabulary = {text: token for token, text in written.items()} | ends
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=_END))
     backend.decoder = decoder
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=_END, clean_up_tokenization_spaces=False
+        tokenizer_object=backend,
+        eos_token=_END,
+        additional_special_tokens=[_SECOND_END],
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -304,7 +311,7 @@ def _generate(
 def is_unfinished(tokens: Sequence[int], prompted: int, sampling: Sampling) -> bool:
     """Return True if a request goes on after these tokens, which include its prompt."""
     new = tokens[prompted:]
-    ended = bool(new) and new[-1] == EOS_TOKEN and not sampling.ignore_eos
+    ended = bool(new) and new[-1] in EOS_TOKENS and not sampling.ignore_eos
     return len(new) < sampling.max_new_tokens and not ended
 
 

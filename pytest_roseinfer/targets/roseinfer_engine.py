@@ -131,6 +131,7 @@ and paired GEMMs have no switch, nor have ``AttentionPath.PREFILL_CUDA`` and
 ``tests/kernels/cuda/warpgroups`` compares them with the kernels that they replace."""
 _FIRST = (
     EnginePath.RESIDENT,
+    EnginePath.PREFIX_HIT,
     EnginePath.RUN_AHEAD,
     EnginePath.PADDED_LM_HEAD,
     EnginePath.JOINED,
@@ -279,9 +280,9 @@ def params(sampling: Sampling) -> SamplingParams:
 
 
 GUIDES = (
-    "6-12",
+    "7-12",
     "20-31 1-4 8-19 20-31",
-    "6-19 8-31 1-4 6-12 20-31 8-19 1-4 8-31 6-12",
+    "7-19 8-31 1-4 7-12 20-31 8-19 1-4 8-31 7-12",
     " ".join(["8-19"] * 20),
 )
 """Guides of one place, of a few, and of more than a request may have tokens."""
@@ -374,10 +375,15 @@ class RoseinferEngine(EngineAdapter):
     extra_steps = max(RUN_AHEAD)
     never_idles = True
     eos_token = shapes.EOS_TOKEN
+    other_eos_tokens = (shapes.SECOND_EOS_TOKEN,)
     fast_interpreter = True
     sampling = SamplingTraits(min_p=True, presence_and_frequency=True, max_seed=2**63 - 1)
     prefix_reuse = PrefixReuseTraits(
-        finds="full blocks", evicts="least recent", enabled_by={"prefix_cache": True}
+        finds="full blocks",
+        evicts="least recent",
+        # With windows, a prefix also needs the blocks of its last tokens' windows.
+        evicts_from_end={"model": shapes.SMALL},
+        enabled_by={"prefix_cache": True},
     )
     paths = PATHS
     long_contexts: ClassVar[Mapping[str, int]] = {

@@ -199,6 +199,51 @@ def lose_a_token_with_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     change_pieces(monkeypatch, change)
 
 
+def rotate_top_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each token of a piece the top logprobs of the next one."""
+
+    def change(_: Any, piece: Any) -> None:
+        piece.top_logprobs = piece.top_logprobs[1:] + piece.top_logprobs[:1]
+
+    change_pieces(monkeypatch, change)
+
+
+def give_top_logprobs_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each piece the top logprobs of the previous piece of the same length."""
+    last: dict[int, Any] = {}
+
+    def change(_: Any, piece: Any) -> None:
+        count = len(piece.tokens)
+        last[count], piece.top_logprobs = piece.top_logprobs, last.get(count, piece.top_logprobs)
+
+    change_pieces(monkeypatch, change)
+
+
+def count_a_prompt_for_each_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the prompt of a request again for each further choice."""
+    begin: Any = Generation._begin
+
+    def with_bug(self: Any, group: Any, prompt: int, number: int) -> None:
+        if number:
+            self.usage.prompt_tokens += len(self.prompts[prompt].token_ids)
+        begin(self, group, prompt, number)
+
+    monkeypatch.setattr(Generation, "_begin", with_bug)
+
+
+def count_the_first_choice_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the tokens of the first choice of each prompt alone."""
+    record: Any = Generation._record_delta
+
+    def with_bug(self: Any, choice: Any, delta: Any, now: float) -> None:
+        before = self.usage.completion_tokens
+        record(self, choice, delta, now)
+        if choice.number % self._num_choices:
+            self.usage.completion_tokens = before
+
+    monkeypatch.setattr(Generation, "_record_delta", with_bug)
+
+
 def use_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     begin: Any = Generation._begin
     last: list[Any] = []
@@ -308,5 +353,9 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         echo_another_prompt,
         lose_a_top_logprob,
         lose_a_token_with_logprobs,
+        rotate_top_logprobs,
+        give_top_logprobs_of_another_row,
+        count_a_prompt_for_each_choice,
+        count_the_first_choice_alone,
     )
 }

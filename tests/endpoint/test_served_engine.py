@@ -75,6 +75,10 @@ MESSAGES = {
     "echo_another_prompt": "in one HTTP request, choice 1 echoes '.*'; its prompt is '.*'",
     "lose_a_top_logprob": "its logprobs have lists of different lengths: ",
     "lose_a_token_with_logprobs": r"has logprobs of the tokens \[.*\]; alone of \[",
+    "rotate_top_logprobs": r"has the logprobs \{.*\} at token \d+, '.*'; alone \{",
+    "give_top_logprobs_of_another_row": r"has the logprobs \{.*\} at token \d+, '.*'; alone \{",
+    "count_a_prompt_for_each_choice": "in one HTTP request, has the usage .* with 2 choices; alone",
+    "count_the_first_choice_alone": "in one HTTP request, has the usage .* with 2 choices; alone",
     "use_other_parameters": f"{_OTHER_TEXT}|have not ended after",
 }
 """Messages about bugs that do not only exchange texts."""
@@ -212,7 +216,7 @@ def test_reference_completions_are_requested_alone(
     monkeypatch.setattr(_CountedStream, "num_others", [])
     mix = RequestMix(tuple(RequestSpec((word,), Sampling(max_new_tokens=2)) for word in (3, 4, 5)))
     ServedEngine().make(mix)
-    assert _CountedStream.num_others == [0, 1, 2, 3, 0, 0, 0]
+    assert _CountedStream.num_others == [0, 1, 2, 3, 4, 0, 0, 0]
 
 
 @pytest.mark.parametrize("cold", [True, False])

@@ -124,6 +124,25 @@ def test_stop_token_at_the_limit_needs_the_token() -> None:
     assert ending_of(DrawingEngine(), spec, [END]).reason == "stop token"
 
 
+class SecondToken(Reasoning):
+    """Ends texts by one of two tokens, of which the model generates the second."""
+
+    eos_token = END + 1
+    other_eos_tokens = (END,)
+
+
+def test_ends_by_a_further_stop_token_are_counted() -> None:
+    requests, name = served(TOKEN, LENGTH), "ended_by_other_stop_token"
+    assert run_mix(SecondToken, requests)[name] == 1
+    assert not run_mix(Reasoning, requests)[name]
+    assert name in required_conditions(SecondToken)
+    assert name not in required_conditions(Reasoning)
+    assert "so it must be 'stop token'" in reason(
+        type("Unseen", (AlwaysLength,), {"eos_token": END + 1, "other_eos_tokens": (END,)}),
+        served(TOKEN),
+    )
+
+
 def test_flushed_character_ends_a_text_that_has_ended() -> None:
     spec = RequestSpec((1,), Sampling(2, stop=(INCOMPLETE,)))
     ending = ending_of(Reasoning(), spec, [0, 3])

@@ -90,6 +90,31 @@ class CountsATokenMore(Caching):
             return length + (length > 0) * 2
 
 
+class EvictsEnds(Caching):
+    """Evicts the last tokens of the least recent prompt."""
+
+    prefix_reuse = Caching.prefix_reuse.but(evicts_from_end={})
+
+    class engine_type(CachingEngine):  # noqa: N801
+        def read_prompt(self, request: ToyRequest) -> None:
+            room, self.room = self.room, 10_000
+            super().read_prompt(request)
+            self.room = room
+            while (over := sum(map(len, self.kept)) - room) > 0:
+                least, *others = self.kept
+                rest = self.rest_of(least, over)
+                self.kept = [rest, *others] if rest else others
+
+        def rest_of(self, prompt: tuple[int, ...], over: int) -> tuple[int, ...]:
+            return prompt[: max(0, len(prompt) - over)]
+
+
+class EvictsBeginnings(EvictsEnds):
+    class engine_type(EvictsEnds.engine_type):  # noqa: N801
+        def rest_of(self, prompt: tuple[int, ...], over: int) -> tuple[int, ...]:
+            return prompt[over:]
+
+
 PROMPT, OTHER, LONG = tuple(range(9)), tuple(range(20, 29)), tuple(range(31, 0, -1))
 ONE = Sampling(1, ignore_eos=True)
 
@@ -136,6 +161,28 @@ def test_wrong_count_is_found(
     adapter: type[EngineAdapter], requests: RequestMix, message: str
 ) -> None:
     assert reason(adapter, requests).startswith(message)
+
+
+IN_PART = in_turn(LONG, OTHER, PROMPT, LONG, room=40)
+
+
+def test_first_blocks_of_a_text_are_found_after_its_end_was_evicted() -> None:
+    assert run_mix(EvictsEnds, IN_PART)["prompt_found_in_part_after_eviction"] == 1
+    assert reason(EvictsBeginnings, IN_PART).startswith(
+        "request 3 began with 0 cached tokens; the cache has room for the first 4 of the 28 that "
+        "it shares with request 0"
+    )
+
+
+def test_order_of_blocks_is_promised_for_some_switches_only() -> None:
+    order = EvictsBeginnings.prefix_reuse.but(evicts_from_end={"prefixes": (False,)})
+    run_mix(type("Promises", (EvictsBeginnings,), {"prefix_reuse": order}), IN_PART)
+
+
+def test_order_of_blocks_cannot_be_promised_where_some_are_not_found() -> None:
+    promise = {"prefix_reuse": PrefixReuseTraits(evicts_from_end={})}
+    with pytest.raises(TypeError, match="evicts_from_end is set, and finds is 'some'"):
+        conformance(type("Mine", (Caching,), promise))
 
 
 def test_nothing_is_promised_where_the_switch_is_off() -> None:

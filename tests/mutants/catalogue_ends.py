@@ -120,6 +120,39 @@ MUTANTS = (
         """,
     ),
     _mutant(
+        "first-blocks-evicted-before-the-last",
+        "A text loses its first block first, and with it all others.",
+        _PREFIXES,
+        "PrefixCache._renew_path",
+        """
+        while tip is not None:
+            if tip in self.evictable_entries:
+                self._uses += 1
+                self.evictable_entries[tip] = self._uses
+                self.evictable_entries.move_to_end(tip)
+            tip = tip.parent
+        """,
+        """
+        path = []
+        while tip is not None:
+            path.append(tip)
+            tip = tip.parent
+        for entry in reversed(path):
+            if entry in self.evictable_entries:
+                self._uses += 1
+                self.evictable_entries[entry] = self._uses
+                self.evictable_entries.move_to_end(entry)
+        """,
+    ),
+    _mutant(
+        "second-stop-token-unseen",
+        "A model's second stop token does not end a text.",
+        _ENGINE,
+        "Engine._add_token",
+        "ends = token in self._eos_token_ids and not request.params.ignore_eos",
+        "ends = token == min(self._eos_token_ids) and not request.params.ignore_eos",
+    ),
+    _mutant(
         "oversized-request-accepted",
         "A request may take one block more than the cache has.",
         _REQUEST,

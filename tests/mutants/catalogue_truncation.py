@@ -153,4 +153,27 @@ MUTANTS = (
         """,
         targets=(WINDOWED,),
     ),
+    Mutant(
+        "copied-before-all-groups-are-freed",
+        "A group of layers makes its copy before the next group has freed its blocks.",
+        _TRUNCATION,
+        "TruncationBatch.commit",
+        """
+        for block_ids in lists:
+            for block_id in block_ids[max(kept, count_out_of_window(block_ids)) :]:
+                pool.decref(block_id - pool.first_id)
+            del block_ids[kept:]
+        for block_ids in lists if cut else ():
+            _truncate_last_block(pool, block_ids, cut, plans)
+        """,
+        """
+        for block_ids in lists:
+            for block_id in block_ids[max(kept, count_out_of_window(block_ids)) :]:
+                pool.decref(block_id - pool.first_id)
+            del block_ids[kept:]
+            if cut:
+                _truncate_last_block(pool, block_ids, cut, plans)
+        """,
+        targets=(WINDOWED,),
+    ),
 )
