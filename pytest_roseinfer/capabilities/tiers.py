@@ -229,7 +229,7 @@ def result_of(transfer: Transfer, name: str, at: int) -> TransferResult:
 
 _DRAWN = (DONE, DONE, DONE, FAILED, PART, PART, TWICE, FULL)
 """Results of a transfer, each as often as it is drawn."""
-_DRAWN_OF_LOADS = (DONE, DONE, FAILED, FAILED, PART, PART, TWICE)
+_DRAWN_OF_LOADS = (DONE, DONE, FAILED, FAILED, FAILED, PART, PART, TWICE)
 """Results of a load in a prelude, each as often as it is drawn."""
 
 
@@ -721,14 +721,14 @@ def _load_a_text(writer: operation.Writer) -> None:
     """Open with a text that is stored, evicted and loaded again; or add no steps."""
     needed = LoadPrefix.needs | LookUp.needs | Prefill.needs | Free.needs
     if needed <= writer.adapter.abilities and not writer.live and writer.between(0, 9):
-        steps = writer.pick((_store_evict_and_load, _store_evict_and_load, _fill_a_tier))
+        steps = writer.pick((*[_store_evict_and_load] * 3, _fill_a_tier))
         add_while_fitting(writer, steps(writer))
 
 
 def _store_evict_and_load(writer: operation.Writer) -> Iterator[operation.Operation]:
     size, recomputed = writer.oracle.block_size, writer.adapter.prefixes.recomputed_tokens
     most = writer.oracle.capacity * size
-    blocks = writer.pick([n for n in (2, 3, 3, 1) if n * size + recomputed <= most])
+    blocks = writer.pick([n for n in (2, 3, 3, 2, 1) if n * size + recomputed <= most])
     tokens = blocks * size + recomputed
     (first,) = writer.fresh(1)
     text = writer.oracle.text_of(first)
@@ -737,7 +737,11 @@ def _store_evict_and_load(writer: operation.Writer) -> Iterator[operation.Operat
     other_text = writer.oracle.text_of(other)
     yield from _end_stores(writer, writer.pick((*[blocks] * 7, 0)))
     yield Free(first)
-    yield from _evict(writer, other, most_left=min(1, blocks - 1))
+    keeps = writer.adapter.tiers.keeps
+    # Full blocks may be stored, and so evict the text from the tier as well.
+    fits = not keeps or blocks + writer.oracle.capacity <= keeps
+    full = None if fits else writer.pick((False, False, None))
+    yield from _evict(writer, other, full=full, most_left=min(1, blocks - 1))
     # Twice as many, where the blocks that a tier evicts move on to the next one.
     yield from _end_stores(writer, writer.pick((2 * blocks, 2 * blocks, blocks)))
     if "restart_tiers" in writer.adapter.abilities and writer.between(0, 1):
@@ -833,7 +837,7 @@ def _load(
     seq, blocks = writer.name_with_prefix(tokens, text), tokens // writer.oracle.block_size
     yield LookUp(seq, tokens)
     yield LoadPrefix(seq)
-    meanwhile = writer.pick(("nothing", "freed", "evicted"))
+    meanwhile = writer.pick(("nothing", "evicted", "freed", "evicted"))
     if meanwhile == "freed":
         yield Free(seq)
     if meanwhile != "nothing":
@@ -842,9 +846,10 @@ def _load(
         yield EndTransfer(0, DONE)
     if meanwhile == "freed":
         return
-    yield EndLoad(seq, _draw_result(writer, _DRAWN_OF_LOADS), 1)
-    size = writer.oracle.block_size
-    for _ in range(writer.pick((size, size, 1, 0))):
+    result, size = _draw_result(writer, _DRAWN_OF_LOADS), writer.oracle.block_size
+    yield EndLoad(seq, result, 1)
+    # After lost blocks, the first block that is full again shows which text the cache goes on with.
+    for _ in range(writer.pick((size, size, 1, size if result in (FAILED, PART) else 0))):
         yield Append((seq,), writer.layout())
     if writer.between(0, 3):
         yield Free(seq)

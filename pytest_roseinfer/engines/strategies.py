@@ -71,7 +71,7 @@ _LARGER_BLOCK_SIZES = (8, 4, 8, 3)
 _MAX_REQUESTS = 6
 _KINDS = (
     *("crowded", "uneven", "continued", "ended") * 2,
-    *("crowded", "anyhow", "relay", "repeated"),
+    *("repeated", "anyhow", "relay", "repeated"),
 )
 
 
@@ -122,11 +122,11 @@ def request_mixes(
 
     Of twelve mixes:
 
-    - five start short and long prompts in turn, all at once; three of these run to their last
-      token in a cache with hardly more blocks than the largest request needs;
+    - four start short and long prompts in turn, all at once; two of these run to their last token
+      in a cache with hardly more blocks than the largest request needs, as the simplest mix does;
     - two are a prompt and its continuation, in a cache with room for just that;
     - in two, requests end early while another one waits;
-    - one is a relay, one repeats prompts after their ends, and one is arbitrary.
+    - two repeat prompts after their ends, one is a relay, and one is arbitrary.
 
     With ``aim``, the engine has the switches that the path needs, the simplest mix those with the
     index ``first_setting``; half of the mixes then exceed the path's limit in ``long_contexts``, if
@@ -153,6 +153,9 @@ def request_mixes(
         specs = _crowd(draw, adapter.vocabulary, longest, new, kind)
     specs = [draw_capability_fields(draw, adapter, each) for each in specs]
     specs = draw_guides(draw, adapter, specs)
+    if kind == "repeated":
+        # Engines compute a prompt again for its log-probabilities, whether or not it is stored.
+        specs[-1] = change(specs[-1], prompt_logprobs=False)
     larger = [size for size in _LARGER_BLOCK_SIZES if size in adapter.block_sizes]
     roomy = kind == "ended" and larger
     block_size = draw(st.sampled_from(larger if roomy else adapter.block_sizes))

@@ -49,6 +49,8 @@ _REUSED_AT_ONCE = {**_RESIDENT, "prefix_cache": False, "max_batch_size": 8}
 """Settings that let new sequences reuse freed slots and blocks while others still decode."""
 _ONE_BY_ONE = {**_RESIDENT, "prefill_max_batch_size": 1, "max_batch_size": 8}
 """Settings that make sequences start to decode one after the other."""
+_REPETITIVE = {"model": shapes.ALIBI}
+"""Model whose texts soon repeat themselves, so that most requests get drafts, right and wrong."""
 _SPECULATING = {"speculation": "ngram", "resident_decode": False}
 _LEAVING_SLOTS = {**_RESIDENT, "speculation": "ngram"}
 _PROMPTS_AS_ROWS = {**_REUSED_AT_ONCE, "prompt_rows": 30, "run_ahead": 3}
@@ -69,7 +71,14 @@ def _with_models(settings: Mapping[str, Any], *names: str) -> list[Mapping[str, 
 
 
 _AIMS: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
-    EnginePath.RESIDENT: [_RESIDENT, _REUSED_AT_ONCE, _ONE_BY_ONE, _TWO_AT_ONCE],
+    EnginePath.RESIDENT: [
+        _RESIDENT,
+        _REUSED_AT_ONCE,
+        _ONE_BY_ONE,
+        _TWO_AT_ONCE,
+        # Blocks of each group are taken where all but a few are cached.
+        {**_RESIDENT, **_IN_LONG_CHUNKS, "prefix_cache": True, **_HYBRID},
+    ],
     EnginePath.RUN_AHEAD: [
         {**_RESIDENT, "run_ahead": 2},
         {**_REUSED_AT_ONCE, "run_ahead": 3},
@@ -98,10 +107,14 @@ _AIMS: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
         {**_RESIDENT_KERNELS, "cuda_graph": True, "run_ahead": 2, **_FUSED},
     ],
     EnginePath.CANCELLED: (),
-    EnginePath.DRAFTED: [_SPECULATING, _LEAVING_SLOTS],
-    EnginePath.ACCEPTED: [_SPECULATING, _LEAVING_SLOTS],
-    EnginePath.REJECTED: [_SPECULATING, {**_SPECULATING, "prefix_cache": True}],
-    EnginePath.DRAFT_VERIFICATION: [{**_LEAVING_SLOTS, "run_ahead": 3, **_HYBRID}, _LEAVING_SLOTS],
+    EnginePath.DRAFTED: [{**_SPECULATING, **_REPETITIVE}, _LEAVING_SLOTS],
+    EnginePath.ACCEPTED: [_SPECULATING, {**_LEAVING_SLOTS, **_REPETITIVE}],
+    EnginePath.REJECTED: [_SPECULATING, {**_SPECULATING, **_REPETITIVE, "prefix_cache": True}],
+    EnginePath.DRAFT_VERIFICATION: [
+        {**_LEAVING_SLOTS, "run_ahead": 3, "model": shapes.SOFTCAP},
+        {**_LEAVING_SLOTS, **_REPETITIVE},
+        {**_LEAVING_SLOTS, "run_ahead": 3, **_HYBRID},
+    ],
     EnginePath.PROMPTS_AS_ROWS: [
         {**_PROMPTS_AS_ROWS, **_IN_LONG_CHUNKS},
         _PROMPTS_AS_ROWS,
