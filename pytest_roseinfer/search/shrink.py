@@ -505,6 +505,7 @@ def passes_of_mixes(
         partial(_with_a_plainer_engine, usual, min(adapter.block_sizes)),
         _mixes_with_less_room,
         _with_simpler_requests,
+        _with_a_shorter_wait,
         _with_all_sooner,
     ]
 
@@ -558,6 +559,21 @@ def _with_simpler_requests(mix: RequestMix) -> Iterator[RequestMix]:
     for at in reversed(range(mix.size)):
         for simpler in _simpler_requests(mix.requests[at]):
             yield from _with_requests(mix, (*mix.requests[:at], simpler, *mix.requests[at + 1 :]))
+
+
+def _with_a_shorter_wait(mix: RequestMix) -> Iterator[RequestMix]:
+    """Shorten an output, and let the events of all requests come as many steps sooner."""
+    for at, spec in enumerate(mix.requests):
+        for tokens in smaller_numbers(spec.sampling.max_new_tokens, 1):
+            steps = spec.sampling.max_new_tokens - tokens
+            specs = [_with_events_sooner(each, steps) for each in mix.requests]
+            specs[at] = _generating(specs[at], tokens)
+            yield from _with_requests(mix, specs)
+
+
+def _with_events_sooner(spec: RequestSpec, steps: int) -> RequestSpec:
+    sooner = {name: max(min(1, n), n - steps) for name, n in _own_numbers(spec).items()}
+    return change(spec, **sooner)
 
 
 def _with_all_sooner(mix: RequestMix) -> Iterator[RequestMix]:

@@ -77,7 +77,7 @@ def search(adapter: type[EngineAdapter], seed: int = 1) -> None:
 
     @hypothesis_seed(seed)
     @hypothesis_settings(
-        max_examples=80,
+        max_examples=160,
         deadline=None,
         database=None,
         phases=[Phase.generate],

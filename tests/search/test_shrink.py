@@ -133,7 +133,7 @@ def test_shrinking_keeps_an_error_of_a_step_that_fits() -> None:
         (broken_engines.LosesTheLastToken, [1], [1]),
         (broken_engines.EndsOthersOnCancel, [1, 1], [1, 1]),
         (broken_engines.RaisesInAStep, [1, 1, 1], [1, 1, 1]),
-        (broken_engines.KeepsALease, [1, 1], [1, 2]),
+        (broken_engines.KeepsALease, [1, 1], [1, 1]),
     ],
 )
 def test_mix_is_shrunk_to_the_minimal_requests(
