@@ -232,9 +232,10 @@ _MOST_PROMPTS = 8
 _PROBE_DIVISOR = 4
 """A long text has this many times the tokens of the probe: a text that is served after a client
 left. Each step of a server gives both a token, so the long one has not ended with the probe."""
+
 _PROBES = 3
-"""Probes after which a server still has a text that was left: it may be late to notice on a busy
-machine. All together they are shorter than a long text."""
+"""Probes by the end of which a server must have dropped a text that was left: on a busy machine it
+may notice late. All together they are shorter than a long text."""
 
 
 _EARLY_LEAVES = (0.0, 0.01)
@@ -291,9 +292,9 @@ class ServedEngine(_ServedCacheMethods, EngineAdapter):
 
     A mix is served twice: first all requests at once, while the server may have none of their
     prompts cached, and beside them several of the prompts in one HTTP request, and one prompt with
-    several choices; then as drawn. In
-    between, each request that has no reference yet is served alone. A request that will be left
-    asks for a long text, so that the server cannot have ended it by itself.
+    several choices; then as drawn. In between, each request that has no reference yet is served
+    alone. A request that will be left asks for a long text, so that the server cannot have ended it
+    by itself.
     """
 
     vocabulary = len(_WORDS)

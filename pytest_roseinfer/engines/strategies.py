@@ -305,8 +305,8 @@ def _repeated(
     """
     finds_first_blocks = adapter.prefix_reuse.evicts_from_end is not None
     ends_with_long = finds_first_blocks and draw(st.sampled_from((True, False)))
-    least, most = (4, 3) if ends_with_long else (6, 4)
-    short = st.integers(max(1, longest // least), max(1, longest // most))
+    parts = (4, 3) if ends_with_long else (6, 4)
+    short = st.integers(*(max(1, longest // part) for part in parts))
     lengths = [longest, draw(short), draw(short)]
     long, again, other = (
         common_text(length, adapter.vocabulary, at) for at, length in enumerate(lengths)

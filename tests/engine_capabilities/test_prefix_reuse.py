@@ -176,7 +176,8 @@ def test_first_blocks_of_a_text_are_found_after_its_end_was_evicted() -> None:
 
 def test_order_of_blocks_is_promised_for_some_switches_only() -> None:
     order = EvictsBeginnings.prefix_reuse.but(evicts_from_end={"prefixes": (False,)})
-    run_mix(type("Promises", (EvictsBeginnings,), {"prefix_reuse": order}), IN_PART)
+    counts = run_mix(type("Promises", (EvictsBeginnings,), {"prefix_reuse": order}), IN_PART)
+    assert not counts["prompt_found_in_part_after_eviction"]
 
 
 def test_order_of_blocks_cannot_be_promised_where_some_are_not_found() -> None:

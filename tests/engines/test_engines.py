@@ -93,14 +93,14 @@ def test_right_engine_passes_on_all_its_paths(engines: Project) -> None:
     result.stdout.fnmatch_lines(
         [
             "*= roseinfer: tests.engine_capabilities.engines.toy_engine:ToyAdapter *=*",
-            "96 mixes of requests of *",
+            "* mixes of requests of up to *",
             "largest: 3 rows, 48 tokens",
-            "tested: make 98, submit *, step *, tokens *, is_finished *, find_leaks *",
+            "tested: make *, submit *, step *, tokens *, is_finished *, find_leaks *",
             "path * together * by itself * equal",
             "path * from a prefix * from the start * equal",
             "condition * crowded * met",
             "*= roseinfer: tests.engine_capabilities.engines.toy_engine:ToyForks *=*",
-            "105 mixes of requests of *",
+            "* mixes of requests of up to *",
             "tested: *, generate_alone *, fork *",
             "SKIPPED * ToyAdapter does not offer fork()",
         ]

@@ -101,7 +101,9 @@ def insert(text: str, project: str, verdict: Verdict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("project", choices=fetch.PROJECTS)
-    parser.add_argument("--releases", nargs="+", help="versions or commits")
+    parser.add_argument(
+        "--releases", nargs="+", help="versions or commits; oldest first, as each is written on top"
+    )
     parser.add_argument("--write", action="store_true", help="write them to the page")
     args = parser.parse_args()
     for release in args.releases or [newest_release(args.project)]:
