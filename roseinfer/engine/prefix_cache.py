@@ -185,7 +185,10 @@ class PrefixCache:
             self._renew_path(held_prefix.tip)
 
     def release(self, held_prefix: HeldPrefix, sequence: CachedSequence) -> None:
-        """End a sequence, and keep its stored blocks, the partial one too."""
+        """End a sequence, and keep its stored blocks, the partial one too.
+
+        Its blocks must have no reserved positions, since another sequence may continue them.
+        """
         self.insert(held_prefix, sequence)
         # If it still holds a tail, it has no partial block of its own.
         if held_prefix.tip is not None and held_prefix.tail is None:
@@ -280,11 +283,7 @@ class PrefixCache:
             return
         tail_tokens = tuple(sequence.token_ids[tip.end : sequence.num_stored])
         hashed = reduce(chain_hash, tail_tokens, tip.hash)
-        if (count, hashed) in self._entries:
-            return
-        # Another sequence cannot continue a block with planned positions that store no token.
-        index = tip.end // self.kv.block_size
-        if all(self.kv.block_info(ids[index]).length == count for ids in sequence.block_lists):
+        if (count, hashed) not in self._entries:
             self._mark_evictable_entry(self._add(tip, tail_tokens, hashed, sequence))
 
     def _remove_subtree(self, entry: PrefixEntry) -> None:

@@ -106,6 +106,10 @@ class PrefixCacheSimulation:
         self.grow(sequence, len(tokens) - sequence.stored)
         return sequence
 
+    def truncate(self, sequence: Sequence) -> None:
+        """Drop reserved positions."""
+        self.kv.truncate_groups([sequence.block_lists], [sequence.stored])
+
     def release(self, sequence: Sequence) -> None:
         self.cache.release(sequence.held_prefix, sequence.session)
         self.free(sequence)

@@ -80,12 +80,12 @@ class NaivePrefixCache:
         if computed_again:
             self._renew(state.passed[::-1])
 
-    def release(self, sequence: Sequence, planned: int) -> None:
+    def release(self, sequence: Sequence) -> None:
         self.grow(sequence)
         state, tail = self.states[sequence], tuple(sequence.tokens[: sequence.stored])
         num_tail_tokens = sequence.stored - len(state.passed) * self.block_size
         room = self.block_size - num_tail_tokens
-        is_tail = num_tail_tokens and room and not planned and state.tail is None
+        is_tail = num_tail_tokens and room and state.tail is None
         if self._open(state) and is_tail and tail not in self.cached:
             self.cached[tail] = NaiveBlock(tail, set())
             self.order.append(self.cached[tail])
@@ -210,10 +210,11 @@ class Run:
         sequence.tokens += tokens
         if self.make_room(sequence, len(tokens)):
             self.simulation.plan(sequence, len(tokens), write=False)
-            self.release(sequence, len(tokens))
+            self.simulation.truncate(sequence)
+            self.release(sequence)
 
-    def release(self, sequence: Sequence, planned: int = 0) -> None:
-        self.naive.release(sequence, planned)
+    def release(self, sequence: Sequence) -> None:
+        self.naive.release(sequence)
         self.simulation.release(sequence)
 
     def make_room(self, sequence: Sequence, num_tokens: int) -> bool:

@@ -11,13 +11,21 @@ import transformers
 from pytest_roseinfer.gates.growth import measure_growth
 from roseinfer import LLM, SamplingParams
 from roseinfer.engine.engine import Engine
+from roseinfer.text.completion_text import (
+    CompletionText,
+    StopStringMatcher,
+    new_detokenizer_factory,
+)
+from roseinfer.text.detokenizer import WindowDetokenizer
 from tests.models.families import VOCABULARY
+from tests.text.tokenizers import byte_level, metaspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_roseinfer.gates.costs import Costs
     from roseinfer.engine.request import Request
+    from roseinfer.text.detokenizer import IncrementalDetokenizer
     from tests.project import Project
 
 SHORT, LONG = 50, 2050
@@ -77,6 +85,53 @@ def test_copied_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     growth = measure_growth(step, lambda: begin(SHORT), lambda: begin(LONG), LONG - SHORT)
     assert growth.per_token >= 7
     assert "with_copy" in growth.describe()
+
+
+WORDS = metaspace(["\u2581one", "two"])
+DETOKENIZERS: dict[str, Callable[[], IncrementalDetokenizer]] = {
+    "bytes": new_detokenizer_factory(byte_level([b" one", b" two"])),
+    "decoder chain": new_detokenizer_factory(WORDS),
+    "window": lambda: WindowDetokenizer(WORDS),
+}
+
+
+def growing_text(kind: str) -> tuple[Callable[[], object], Callable[[int], None]]:
+    """Return a step that adds a token to a text, and a function that begins texts of a length."""
+    text = CompletionText(DETOKENIZERS[kind], None)
+
+    def begin(length: int) -> None:
+        nonlocal text
+        text = CompletionText(DETOKENIZERS[kind], StopStringMatcher(["one more", "never"]))
+        for at in range(length):
+            text.add(1 + at % 2)
+
+    return lambda: text.add(2), begin
+
+
+@pytest.mark.parametrize("kind", DETOKENIZERS)
+def test_steps_allocate_no_more_for_long_texts(roseinfer_costs: Costs, kind: str) -> None:
+    step, begin = growing_text(kind)
+    roseinfer_costs.check_growth(
+        "text",
+        step,
+        shorten=lambda: begin(SHORT),
+        lengthen=lambda: begin(LONG),
+        added_tokens=LONG - SHORT,
+    )
+
+
+@pytest.mark.parametrize("kind", DETOKENIZERS)
+def test_copied_text_is_found(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    add: Any = CompletionText.add
+
+    def with_copy(self: Any, token: int) -> Any:
+        self.text_so_far  # noqa: B018
+        return add(self, token)
+
+    monkeypatch.setattr(CompletionText, "add", with_copy)
+    step, begin = growing_text(kind)
+    growth = measure_growth(step, lambda: begin(SHORT), lambda: begin(LONG), LONG - SHORT)
+    assert growth.per_token >= 1
 
 
 FAILING = """
