@@ -216,8 +216,8 @@ class PrefixReuse(MixObserver):
         enabled = traits.enabled_by.items() <= mix.options.items()
         if traits.finds != "full blocks" or not enabled:
             return ""
-        if getattr(served.spec.sampling, "prompt_logprobs", False):
-            return ""  # a prompt whose logprobs are wanted is computed
+        if _is_computed_again(served):
+            return ""
         known = [each for each in self.run.served if each.number in self._uses]
         for other in known:
             of_other = self._uses[other.number]
@@ -254,10 +254,10 @@ class PrefixReuse(MixObserver):
             return 0
         if self._room_beside([served]) < 0:
             return 0  # a request that hardly fits may empty the cache for itself
+        if _is_computed_again(other):
+            return 0  # it may have evicted its own blocks
         used = [each for each in used_since if each.number not in (served.number, other.number)]
-        # A prompt whose logprobs are wanted takes its blocks although it is cached too.
-        again = [each for each in used if getattr(each.spec.sampling, "prompt_logprobs", False)]
-        return self._room_beside([*used, *again]) * int(mix.block_size)
+        return self._room_beside(used) * int(mix.block_size)
 
     def _is_used_since(self, each: ServedRequest, other: _Use) -> bool:
         ended = self._uses[each.number].ended
@@ -276,9 +276,15 @@ class PrefixReuse(MixObserver):
         Each may take one block more, for a copy of a partial one.
         """
         size = self.run.mix.block_size
-        blocks = sum(-(-_most_tokens(each) // size) + 1 for each in used)
+        again = [each for each in used if _is_computed_again(each)]
+        blocks = sum(-(-_most_tokens(each) // size) + 1 for each in [*used, *again])
         capacity = self.run.mix.cache_tokens // size
         return int(capacity - capacity // _SPARE - blocks)
+
+
+def _is_computed_again(served: ServedRequest) -> bool:
+    """Return True for a prompt whose logprobs are wanted: it is computed although it is cached."""
+    return bool(getattr(served.spec.sampling, "prompt_logprobs", False))
 
 
 def _most_tokens(served: ServedRequest) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -172,6 +173,13 @@ def test_first_blocks_of_a_text_are_found_after_its_end_was_evicted() -> None:
         "request 3 began with 0 cached tokens; the cache has room for the first 4 of the 28 that "
         "it shares with request 0"
     )
+
+
+def test_text_that_may_have_evicted_itself_is_not_judged() -> None:
+    """A prompt whose logprobs are wanted is computed again after a pause, beside its own blocks."""
+    first = replace(IN_PART.requests[0], sampling=replace(ONE, prompt_logprobs=True))
+    counts = run_mix(EvictsBeginnings, replace(IN_PART, requests=(first, *IN_PART.requests[1:])))
+    assert not counts["prompt_found_in_part_after_eviction"]
 
 
 def test_order_of_blocks_is_promised_for_some_switches_only() -> None:
