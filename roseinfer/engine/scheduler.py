@@ -308,4 +308,4 @@ class PrefillBudget:
     @property
     def _has_no_prompt(self) -> bool:
         """True if the step has no prompt yet."""
-        return self.token_budget == self.config.max_prompt_tokens
+        return not self.step.chunks

@@ -94,7 +94,7 @@ class FinishedJobs:
     """Message of the last job's failure."""
 
     def of(self, mutant: Mutant | None) -> list[Outcome]:
-        name = mutant.name if mutant else None
+        name = mutant.name if mutant else f"no bug in {COMPACTED}"
         return [outcome for outcome in self.outcomes if outcome.mutant == name]
 
 

@@ -31,7 +31,7 @@ from pytest_roseinfer.run import coverage
 from tests.fresh_run import fresh_run
 from tests.others.fetch import FOLDER, PROJECTS
 from tests.tutorials import paged_kv
-from tests.tutorials.printed import adapter_of_paged_kv, blocks, list_cache, page
+from tests.tutorials.printed import adapter_of_paged_kv, blocks, list_cache, page, tutorial_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,8 +109,7 @@ def _how_to_engine() -> type[Any]:
 
 
 def _tutorial_engine() -> type[Any]:
-    code = "\n\n\n".join(blocks(page("tutorials/engine.md"), language="python"))
-    return _listed_class(code, "MyEngine")
+    return _listed_class(tutorial_engine(), "MyEngine")
 
 
 def _shipped(name: str, *conditions: str) -> type[Any]:

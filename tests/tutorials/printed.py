@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,6 +36,13 @@ def adapter_of_paged_kv() -> str:
     """Return the tutorial's test file for a user's own cache."""
     (code,) = blocks(page("tutorials/cache.md"), "Bring your own", "python")
     return code
+
+
+def tutorial_engine() -> str:
+    """Return the tutorial's test file for an engine."""
+    tutorial = page("tutorials/engine.md")
+    parts = (blocks(tutorial, part, "python") for part in ("The engine", "The adapter"))
+    return "\n\n\n".join(chain.from_iterable(parts))
 
 
 def with_any_numbers(output: str) -> list[str]:

@@ -8,17 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.engines.test_engines import failures
-from tests.tutorials.printed import anywhere, blocks, page
+from tests.tutorials.printed import anywhere, blocks, page, tutorial_engine
 
 if TYPE_CHECKING:
     from tests.project import Project
 
 TUTORIAL = page("tutorials/engine.md")
-ENGINE = "\n\n\n".join(
-    code
-    for heading in ("The engine", "The adapter")
-    for code in blocks(TUTORIAL, heading, "python")
-)
+ENGINE = tutorial_engine()
 OTHER_BUGS = re.findall(r"^- `(.*)` for `(.*)`:\s+`(.*)`$", TUTORIAL, re.M)
 
 
