@@ -112,7 +112,7 @@ def test_1000_requests_with_a_long_tail(
     preempted = llm.engine.path_counts[EnginePath.RECOMPUTED]
     assert preempted > 0
     tokens = sum(len(each.token_ids) for each in outputs)
-    ours, theirs = _errors(outputs[::5], exact, rounded)
+    ours, theirs = _errors(outputs, exact, rounded)
     figure(
         f"{real_model.name}, {_REQUESTS} requests of {percentiles(map(len, requests))} prompt "
         f"tokens and {percentiles(len(each.token_ids) for each in outputs)} new ones (median, "
