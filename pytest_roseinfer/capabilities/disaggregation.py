@@ -317,7 +317,8 @@ class BeginReceive(operation.Operation):
     def possible(self, oracle: Oracle) -> bool:
         remote = remote_of(oracle)
         written = remote.prompts.get(self.seq, 0)
-        return self.seq not in remote.receives and 0 < written <= self.count
+        most = self.count if remote.while_prefilling else written
+        return self.seq not in remote.receives and 0 < written <= self.count <= most
 
     def change(self, oracle: Oracle) -> None:
         remote = remote_of(oracle)
@@ -332,7 +333,7 @@ class BeginReceive(operation.Operation):
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         def draw_step() -> BeginReceive:
             seq, size = writer.pick(prompts), writer.oracle.block_size
-            more = writer.pick((0, 0, 1, size)) if writer.adapter.remote.while_prefilling else 0
+            more = writer.pick((0, 0, 1, size)) if remote.while_prefilling else 0
             return cls(seq, remote.prompts[seq] + more)
 
         remote = remote_of(writer.oracle)
@@ -689,7 +690,7 @@ def _receive(writer: operation.Writer) -> Iterator[operation.Operation]:
         return
     seq, other, third = writer.fresh(3)
     tokens = _draw_prompt_length(writer, seq)
-    early = tokens > 1 and writer.adapter.remote.while_prefilling and writer.between(0, 1)
+    early = tokens > 1 and remote.while_prefilling and writer.between(0, 1)
     chunk = _draw_chunk(writer, tokens, least_left=bool(early))
     yield RemotePrefill(seq, chunk, writer.layout())
     if chunk < tokens and not early:

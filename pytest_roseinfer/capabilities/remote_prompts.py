@@ -69,6 +69,8 @@ class Remote(State):
     """Number of KV heads, which the ranks of the prefill cache share."""
     keeps_cancelled: bool = True
     """True if the prompt of a receive that is cancelled stays in the prefill cache."""
+    while_prefilling: bool = True
+    """True if a receive may begin before its prompt is written to the end."""
     shape: RemoteShape | None = None
     """Shape of the prefill cache; None before it is built."""
     prompts: dict[int, int] = field(default_factory=dict)
@@ -87,7 +89,8 @@ class Remote(State):
 
     @classmethod
     def of(cls, adapter: Any, spec: Any) -> Remote:
-        return cls(spec.num_heads, adapter.remote.keeps_cancelled)
+        traits = adapter.remote
+        return cls(spec.num_heads, traits.keeps_cancelled, traits.while_prefilling)
 
     @property
     def pending_seqs(self) -> Collection[int]:

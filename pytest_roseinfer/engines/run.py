@@ -384,7 +384,14 @@ def served_forks(engine: EngineAdapter, mix: RequestMix) -> Iterator[ServedFork]
     engine.make(mix)
     prompt = mix.requests[0].prompt
     samplings = [spec.sampling for spec in mix.requests]
-    forks = engine.fork(prompt, samplings)
+    try:
+        forks = engine.fork(prompt, samplings)
+    except _COMPLETE:
+        raise
+    except Exception as error:
+        name = type(error).__name__
+        problem = f"fork() raised {name}: {error}"
+        raise MixDivergence(type(engine), mix, problem, kind=f"raised {name}") from error
     if len(forks) != len(samplings):
         expected_value = f"{len(samplings)} lists of tokens, one for each sampling"
         raise_invalid(call_of(type(engine), "fork"), forks, expected_value)

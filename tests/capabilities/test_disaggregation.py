@@ -136,6 +136,15 @@ def test_receive_begins_before_the_last_chunk(cache: type[KVCacheAdapter]) -> No
     assert counts["received_while_prefilling"] == 1
 
 
+def test_receive_cannot_begin_early_where_a_prompt_must_be_complete() -> None:
+    """Shrinking drops chunks of a prompt, too."""
+    prefilled = REMOTE, RemotePrefill(0, 4)
+    oracle = oracle_after(*prefilled, remote=Remote(2, while_prefilling=False))
+    assert not BeginReceive(0, 7).possible(oracle)
+    assert BeginReceive(0, 4).possible(oracle)
+    assert BeginReceive(0, 7).possible(oracle_after(*prefilled, remote=Remote(2)))
+
+
 @pytest.mark.parametrize("cache", [PushedCache, PullingCache])
 @pytest.mark.parametrize("result", [FAILED, PART])
 def test_cancelled_receive_is_retried(cache: type[KVCacheAdapter], result: str) -> None:

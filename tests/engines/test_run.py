@@ -174,6 +174,16 @@ def test_path_must_not_be_counted_without_the_switches_that_it_needs() -> None:
     assert problem in reason(SwapsItsSwitch, mix(*requests, prefixes=False))
 
 
+def test_error_of_a_fork_is_reported_with_its_mix() -> None:
+    class Raising(ToyForks):
+        def fork(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
+            raise KeyError(len(prompt), len(samplings))
+
+    message = r"fork\(\) raised KeyError: \(1, 1\)\n[\s\S]*1 token \[1\]"
+    with pytest.raises(MixDivergence, match=message):
+        run_forks(Raising, mix(request_spec(1)))
+
+
 def test_forks_must_count_declared_paths_only() -> None:
     class Undeclared(ToyForks):
         paths: ClassVar[Mapping[str, FastPath]] = {}
