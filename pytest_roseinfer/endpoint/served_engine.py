@@ -229,15 +229,12 @@ class CompletionMismatch(AdapterFinding):
 
 _MOST_PROMPTS = 8
 """Most prompts of one HTTP request."""
-_PROBE_DIVISOR = 4
+_PROBE_DIVISOR = 8
 """A long text has this many times the tokens of the probe: a text that is served after a client
-left. Each step of a server gives both a token, so the long one has not ended with the probe."""
-
-_PROBES = 3
-"""Probes by the end of which a server must have dropped a text that was left: on a busy machine it
-may notice late. All together they are shorter than a long text."""
-
-
+left. Each step of a server gives both a token, so the long one has not ended with the probes."""
+_PROBES = 4
+"""Probes by the last of which a server must have dropped a text that was left: on a busy machine it
+may notice late. The first one only gives it time."""
 _EARLY_LEAVES = (0.0, 0.01)
 """Seconds after which clients leave without having read anything."""
 
@@ -433,15 +430,24 @@ class ServedEngine(_ServedCacheMethods, EngineAdapter):
         self._fail_if_requests_are_held(f"{prompt!r} was left before its first token")
 
     def _fail_if_requests_are_held(self, event: str) -> None:
-        """Raise if the server goes on with a request after parts of a long text of another."""
+        """Raise if the server goes on with a request while it makes several texts of others.
+
+        The metrics are read at the first token of such a text, when it is being served for certain:
+        at its end a server may count it or not.
+        """
         tokens = self.server.dialect.long_tokens // _PROBE_DIVISOR
-        for _ in range(_PROBES):
-            self._send([_text([0])], tokens, lasting=True).wait()
-            if not (held := self.server.describe_requests()):
+        for before in range(_PROBES):
+            probe = self._send([_text([0])], tokens, lasting=True)
+            with self._news:
+                while not (probe.text or probe.has_ended):
+                    self._news.wait()
+            held = self.server.describe_requests(expected=1)
+            probe.wait()
+            if before and not held:
                 return
         self._fail(
-            f"{event}, and the server goes on with it: after {_PROBES * tokens} tokens of other "
-            f"texts it still has {held}"
+            f"{event}, and the server goes on with it: after {before * tokens} tokens of other "
+            f"texts it serves {held} where one request is expected"
         )
 
     def _has_news(self) -> bool:

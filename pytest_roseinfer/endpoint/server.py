@@ -33,8 +33,6 @@ _ARGMAX = {"temperature": 1, "top_p": 1e-6}
 """Parameters that sample the argmax, for servers that refuse several choices at temperature 0."""
 CHOICES = 2
 """Choices of a request with several for its prompt."""
-_METRICS_SETTLE = 0.25
-"""Seconds for a server to remove a request that has ended from its metrics."""
 _REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 _HELD = (*_REQUESTS, "vllm:kv_cache_usage_perc")
 _LOOKED_UP, _FOUND = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
@@ -177,23 +175,22 @@ class Server:
         """True if the server shows in metrics what it holds."""
         return self._idle is not None
 
-    def describe_requests(self) -> str:
-        """Describe requests that the server still serves; "" if none."""
-        return self._describe_held(_REQUESTS, _METRICS_SETTLE)
+    def describe_requests(self, expected: int) -> str:
+        """Describe the requests that it serves, as of now; "" for at most ``expected``."""
+        now, idle = self._read_metrics(_REQUESTS) or {}, self._idle or {}
+        if sum(now.values()) <= sum(idle.get(name, 0.0) for name in now) + expected:
+            return ""
+        return ", ".join(f"{name} {number:g}" for name, number in now.items())
 
     def describe_leaks(self) -> str:
         """Describe requests and blocks that the server holds beyond its idle state; "" if none."""
-        return self._describe_held(_HELD, _SETTLES)
-
-    def _describe_held(self, names: Sequence[str], settles: float) -> str:
-        """Describe the metrics that exceed their idle values; wait ``settles`` seconds for none."""
-        ends = time.monotonic() + settles
+        ends = time.monotonic() + _SETTLES
         while True:
             now = self._read_metrics(_HELD) or {}  # also raises if the server is gone
             more = [
                 f"{name} {now[name]:g} (it was {was:g})"
                 for name, was in (self._idle or {}).items()
-                if name in names and now.get(name, was) > was + 1e-9
+                if now.get(name, was) > was + 1e-9
             ]
             if not more or time.monotonic() > ends:
                 return ", ".join(more)

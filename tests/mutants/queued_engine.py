@@ -69,3 +69,11 @@ class QueuedEngine(RoseinferEngine):
     def cancel(self, request: Any) -> None:
         with QueuedTorch(self._queue):
             super().cancel(request)
+
+    def pause(self, request: Any) -> None:
+        with QueuedTorch(self._queue):
+            super().pause(request)
+
+    def resume(self, request: Any) -> None:
+        with QueuedTorch(self._queue):
+            super().resume(request)
