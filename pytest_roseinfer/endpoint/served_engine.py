@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby, takewhile
+from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from pytest_roseinfer import settings
@@ -38,13 +39,12 @@ if TYPE_CHECKING:
 # Comparison of a stream with the reference: the completion of the same request alone.
 
 
-_NEAR_TIE_GAP = 0.25
-"""Gap of the top two logprobs below which rounding may change the argmax.
+_ROUNDING = 0.5
+"""Difference of two logprobs that rounding may change by another batch.
 
-In bfloat16, between two logits of about 12, another batch changed the gap by 0.19.
+In bfloat16 logits from 16 to 32 are multiples of 0.125, and the lead of one over another changed by
+two such multiples (SmolLM2; 0.06 in float32).
 """
-_LOGPROB_ROOM = 2 * _NEAR_TIE_GAP
-"""Difference of a token's logprobs, here and alone, that rounding cannot explain."""
 _INCOMPLETE_CHARACTER = "\ufffd"
 _MOST = 400
 """Maximum characters of a text in a message; a longer one is cut around the difference."""
@@ -92,7 +92,8 @@ def _choice_mismatch(actual: Choice, expected: Choice) -> str:
             return ""
         actual_text, right = _around(actual.text, at), _around(expected.text, at)
         difference = f"differs at character {at} from what it gets alone"
-        return f"{difference}: got {actual_text}; alone it gets {right}"
+        lead = f", which led by {gap:.3g} there" if (gap := _lead(expected, at)) < inf else ""
+        return f"{difference}: got {actual_text}; alone it gets {right}{lead}"
     if actual.finish_reason != expected.finish_reason:
         return f"ended by {actual.finish_reason!r}; alone by {expected.finish_reason!r}"
     if actual.tokens and actual.tokens != expected.tokens:
@@ -117,9 +118,9 @@ def _differ(shown: Mapping[str, float], others: Mapping[str, float]) -> bool:
     """Return True if a logprob is not that of ``others``, which have their highest ones."""
     lowest = min(others.values())
     return any(
-        abs(logprob - others[token]) > _LOGPROB_ROOM
+        abs(logprob - others[token]) > _ROUNDING
         if token in others
-        else logprob > lowest + _LOGPROB_ROOM
+        else logprob > lowest + _ROUNDING
         for token, logprob in shown.items()
     )
 
@@ -180,17 +181,22 @@ def _first_difference(actual: str, expected: str) -> int | None:
 
 
 def near_tie(expected: Choice, at: int) -> bool:
-    """Return True if the token of a character, or the token before it, was a near tie.
+    """Return True if rounding may have decided on a character's token or on the one before it."""
+    return _lead(expected, at) < _ROUNDING
 
-    The token before counts too: two candidate tokens may start with the same characters.
+
+def _lead(expected: Choice, at: int) -> float:
+    """Return the gap of the top two logprobs at a character; infinite without logprobs.
+
+    The token before counts too: two tokens may start with the same characters.
     """
-    begins, before = 0, float("inf")
+    begins, before = 0, inf
     for token, gap in zip(expected.tokens, expected.top2_gaps, strict=True):
         begins += len(token)
         if begins > at:
-            return min(gap, before) < _NEAR_TIE_GAP
+            return min(gap, before)
         before = gap
-    return before < _NEAR_TIE_GAP
+    return before
 
 
 _ANIMALS = """

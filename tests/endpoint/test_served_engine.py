@@ -272,7 +272,12 @@ def ended_by(
     ("streams", "alone", "message"),
     [
         (ended_by("ab", "stop"), ended_by("abc", "length"), ""),
-        (ended_by("a", "stop"), ended_by("abc", "length"), "differs at character 1"),
+        (
+            ended_by("a", "stop"),
+            ended_by("abc", "length"),
+            "got 'a'; alone it gets 'abc', which led by 9 there",
+        ),
+        (ended_by("a", "stop"), ended_by("abc", "length", top2_gaps=(9.0, 0.3, 9.0)), ""),
         (ended_by("abc", "length"), ended_by("ab", "stop"), ""),
         (
             ended_by("abc", "length"),
