@@ -112,11 +112,10 @@ class DisaggregationMethods:
 
         They are the whole prompt, some of which may not be written yet. The cache allocates the
         blocks for all of them, which are in the sequence's ``table`` from now on, or raises one of
-        ``full_errors`` and changes nothing. Blocks that it has itself may be reused, as by
+        ``full_errors`` and changes nothing. Blocks that this cache already has may be reused, as by
         ``prefill``. Until ``finish_receive``, no other method uses the sequence, and no lookup may
-        find what it receives. What it receives is in flight in ``transfers_in_flight``, with the
-        kind ``"receive"`` and the blocks that will be written; each transfer is of written tokens
-        only.
+        find what it receives. ``transfers_in_flight`` lists the receive with the kind ``"receive"``
+        and the blocks that will be written; each transfer covers written tokens only.
         """
 
     @optional

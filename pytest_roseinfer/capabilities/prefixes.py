@@ -73,22 +73,22 @@ class PrefixTraits(Traits):
     """Last tokens of a text that are never found, since the model computes them again."""
     finds: Literal["all", "some"] = "all"
     """Part of the stored tokens of a text that ``match_prefix`` must find. With ``use_hash`` it may
-    find fewer if a hash that it needs collides with that of another thing, which a step hashed, or
-    if it hashes fewer things than the blocks that it looks up."""
+    find fewer in two cases: a hash that it needs is also that of something else that a step hashed,
+    or it hashes fewer things than the blocks that it looks up."""
     evicts: Literal["any", "least recent"] = "any"
     """Block that is evicted first among the ``cached`` ones of a ledger. ``"least recent"`` is the
-    block whose last holder released it longest ago, and among blocks that one sequence released at
-    once, the one nearest to its end. A lookup does not renew a block; a sequence that begins with
-    the block renews it by releasing it. Free blocks that are not ``cached`` may be reused before or
-    after. Needs ``use_tokens``, ``table`` and ``ledger``."""
+    block whose last holder released it longest ago. If a sequence released several at once, the
+    block nearest to its end goes first. A lookup does not renew a block; a sequence that begins
+    with the block renews it by releasing it. Free blocks that are not ``cached`` may be reused
+    before or after. Needs ``use_tokens``, ``table`` and ``ledger``."""
     evicts_when: Literal["any time", "needed"] = "any time"
-    """Time at which a ``cached`` block may be evicted. With ``"needed"``, a write evicts one only
-    if it would need more blocks than are free and not cached, even if it reused none, and a step
-    that is refused evicts none. Needs ``use_tokens``, ``table`` and ``ledger``."""
+    """Time at which a ``cached`` block may be evicted. With ``"needed"``, a write evicts only if it
+    would need more blocks than are free and not cached without reusing any, and a refused step
+    evicts none. Needs ``use_tokens``, ``table`` and ``ledger``."""
     keeps_prefix: bool = False
     """True if the blocks that a sequence got by ``begin_with`` can be found as long as it holds
     them. If the sequence writes into such a block, or truncates within it, the block is copied as
-    if others held it, and there must be room for the copy."""
+    if others held it; there must be room for the copy."""
 
 
 class PrefixMethods:
@@ -457,8 +457,8 @@ def pass_token_ids(adapter: Any, text_slices: Sequence[TextSlice], *, written: b
 def look_up_all(run: Run, look: SnapshotScope, method: str) -> Mapping[str, Any]:
     """Look up every text, up to one token past the longest sequence, and up to a block boundary.
 
-    Once for the longest sequence of the present, and once for that of all steps so far, by
-    ``match_prefix`` or another method that counts the first tokens of a text.
+    This is done for the longest sequence of the present, and for the longest of all steps so far.
+    The method is ``match_prefix`` or another one that counts the first tokens of a text.
     """
     adapter, oracle, collisions = run.adapter, run.oracle, run.observer(Collisions)
     size, texts = oracle.block_size, oracle.texts

@@ -392,8 +392,8 @@ def _can_share_in_one_group(writer: operation.Writer) -> bool:
 def _cut_shared_by_one_group(writer: operation.Writer) -> None:
     """Cut a sequence, with no block free, whose blocks a fork shares in one group of layers only.
 
-    The fork has gone on until they left a window, so that one group frees the block that the copy
-    of the other one takes.
+    The fork has gone on until the blocks left a window. So one group frees the block that the copy
+    in the other group takes.
     """
     size, oracle = writer.oracle.block_size, writer.oracle
     parent, child = writer.fresh(2)

@@ -293,11 +293,11 @@ _SERVED_CACHE = EngineCapability(
 class ServedEngine(_ServedCacheMethods, EngineAdapter):
     """Adapter of a server: prompts are words, and characters of completions stand for tokens.
 
-    A mix is served twice: first all requests at once, while the server may have none of their
-    prompts cached, and beside them several of the prompts in one HTTP request, and one prompt with
-    several choices; then as drawn. In between, each request that has no reference yet is served
-    alone. A request that will be left asks for a long text, so that the server cannot have ended it
-    by itself.
+    A mix is served twice. First all requests are sent at once, while the server may have none of
+    their prompts cached. Several of the prompts are then also sent in one HTTP request, and one
+    prompt with several choices. Then each request that has no reference yet is served alone, and at
+    last all are served as drawn. A request that will be left asks for a long text, so that the
+    server cannot have ended it by itself.
     """
 
     vocabulary = len(_WORDS)

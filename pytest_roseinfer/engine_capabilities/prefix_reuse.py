@@ -29,16 +29,16 @@ class PrefixReuseTraits(Traits):
     """Promises of an engine about the prompts that it finds in its prefix cache."""
 
     finds: Literal["some", "full blocks"] = "some"
-    """``full blocks`` if a prompt begins with every full block of an earlier text that it shares,
-    one token left out, unless that was evicted. The text is that of a request that has ended, and
-    nothing is evicted while there is room for all texts."""
+    """``full blocks`` if a prompt begins with all full blocks that it shares with the text of an
+    ended request, except that its last token is always computed. Blocks may be missing only after
+    an eviction, and nothing is evicted while there is room for all texts."""
     evicts: Literal["any", "least recent"] = "any"
     """``least recent`` if the text that was not used for the longest time is evicted first, so that
     others are found again."""
     evicts_from_end: dict[str, tuple[Any, ...]] | None = None
-    """Values of switches with which a text loses its last blocks first, so that a prompt begins
-    with those that are left, whatever else was evicted; empty for all values, and None if no such
-    order is promised. Only with ``finds="full blocks"``."""
+    """Values of switches under which a text loses its last blocks first: a prompt then begins with
+    the blocks that are left, whatever else was evicted. Empty for all values; None if the engine
+    promises no such order. Only with ``finds="full blocks"``."""
     enabled_by: dict[str, Any] = field(default_factory=dict)
     """Values of switches without which nothing is promised."""
     same_bits: bool = False
@@ -150,7 +150,7 @@ class PrefixReuse(MixObserver):
         return [each for each in known if each is not served]
 
     def _count_hit(self, served: ServedRequest, use: _Use) -> None:
-        """Count a hit, and one behind another text: that of a request which came in between."""
+        """Count a hit; also as one behind another text, if another request came in between."""
         self.counts[HIT] += 1
         prompt, others = served.spec.prompt, self._others(served)
         uses = [(self._uses[each.number], _shared(prompt, each.spec.prompt)) for each in others]
@@ -271,9 +271,9 @@ class PrefixReuse(MixObserver):
         return self._room_beside(used) + shared // int(self.run.mix.block_size) >= 0
 
     def _room_beside(self, used: Sequence[ServedRequest]) -> int:
-        """Return the blocks beside the texts of these requests; negative if they do not fit.
+        """Return how many blocks these requests' texts leave; negative if they do not fit.
 
-        Each may take one block more, for a copy of a partial one.
+        Each text may take one block more, for a copy of a partial block.
         """
         size = self.run.mix.block_size
         again = [each for each in used if _is_computed_again(each)]

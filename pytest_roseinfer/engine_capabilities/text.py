@@ -79,9 +79,10 @@ def stop_strings(
 ) -> tuple[str, ...]:
     """Return the stop strings of a request whose text without any is ``text``.
 
-    A span past the end of the text makes a string that begins like the text and never occurs. With
-    ``earlier_texts``, those of fewer tokens, a string may end with an incomplete character at the
-    end of the text, unless an earlier text has that string, which later tokens could complete.
+    A span past the end of the text makes a string that begins like the text and never occurs.
+    ``earlier_texts`` are those of fewer tokens. With them a string may end with an incomplete
+    character at the end of the text, unless an earlier text has that string too: later tokens could
+    complete that character.
     """
     strings = []
     for begins, length in spec.stop_spans:
