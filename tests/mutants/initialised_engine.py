@@ -18,11 +18,18 @@ def _needs_a_model(path: FastPath) -> bool:
     return any("model" in settings for settings in path.runs_with)
 
 
+def _without_models(settings: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    left = [{name: each[name] for name in each if name != "model"} for each in settings]
+    return [each for at, each in enumerate(left) if each not in left[:at]]
+
+
 class InitialisedEngine(RoseinferEngine):
     """Engine whose tokens hardly depend on their context, so that logprobs must show errors."""
 
     paths: ClassVar[Mapping[str, FastPath]] = {
-        name: replace(path, device="cuda") if _needs_a_model(path) else path
+        name: replace(path, device="cuda")
+        if _needs_a_model(path)
+        else replace(path, aims=_without_models(path.settings_to_draw))
         for name, path in PATHS.items()
     }
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
