@@ -201,6 +201,8 @@ def _compare_arenas(one: HistoryRunner, other: HistoryRunner, difference: str) -
         return
     if one.oracle.finds_blocks:  # switches may change which blocks stay cached
         return
+    if expected[0].shape != after.arena[0].shape:  # or how much storage there is
+        return
     for was, now in zip(expected, after.arena, strict=True):
         was[:, scratch] = now[:, scratch]
     if change := find_change(other.observation(after), expected, after.arena):

@@ -34,6 +34,9 @@ class Origin:
 
 PROJECTS = {
     "exllamav3": Origin(revision="1.6.5", python_only=True),
+    "kvcached": Origin(
+        "https://github.com/ovg-project/kvcached", "e8e640638ba79f3ba7ce88d9692342d29d996e6d"
+    ),
     "lightllm": Origin(
         "https://github.com/ModelTC/LightLLM",
         "87881ae7ca9aa774db744ad38df22c95d80c0eb0",
@@ -110,6 +113,8 @@ def fetch(
     else:
         wheels = (f"{name}=={revision}", *wheels)
         pip_options = ("--find-links", source) if source else ()
+    if not wheels:
+        return folder
     pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *pip_options)
     with TemporaryDirectory() as downloads:
         _run(*pip, "--only-binary", ":all:", "--dest", downloads, *wheels)

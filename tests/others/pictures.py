@@ -28,6 +28,7 @@ from tests.others import (
     tokasaurus_engine,
 )
 from tests.others.hybrid_cache import SelectsHybridRows
+from tests.others.kvcached_blocks import BlocksAcrossPages
 from tests.others.mlx_engine import MlxBatchEngine, MlxSerialEngine
 from tests.others.picture import Picture, mix_of, one_text
 from tests.others.transformers_variants import CompletesTwice, SmallerCache
@@ -433,6 +434,16 @@ _SEARCHED = {
         ),
         "a step raised AssertionError: Page table validation failed",
         project="exllamav3",
+    ),
+    "kvcached-blocks-across-pages": Picture(
+        BlocksAcrossPages,
+        History(
+            CacheSpec(block_size=2, num_blocks=5, num_heads=1, head_dim=1),
+            (Append((0,)),),
+            texts=((0, 0),),
+        ),
+        "layer 0: the cache counts 5 free blocks, and has 4",
+        project="kvcached",
     ),
     "tokasaurus-one-token": Picture(
         tokasaurus_engine.CompletesOneToken,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+import torch
 
 from pytest_roseinfer import CacheSpec, Divergence, History
 from pytest_roseinfer.capabilities.beams import Reorder
@@ -19,17 +20,21 @@ from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.prefixes import BeginWith, LookUp
 from pytest_roseinfer.capabilities.writes import Append
-from pytest_roseinfer.run.metamorphic import check_copied, check_permuted, check_split
+from pytest_roseinfer.run.metamorphic import (
+    check_copied,
+    check_every_option,
+    check_permuted,
+    check_split,
+)
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 from tests.capabilities.caches.beam_caches import RowCache
 from tests.capabilities.caches.branching_text_caches import BranchingTextCache
 from tests.capabilities.caches.disaggregated_caches import PushedCache
+from tests.capabilities.caches.paged_cache import PagedCache
 from tests.capabilities.caches.text_cache import HashedTextCache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
+    from collections.abc import Callable, Mapping, Sequence
 
     from pytest_roseinfer import KVCacheAdapter
     from pytest_roseinfer.capabilities.operation import Operation
@@ -113,3 +118,19 @@ def test_copy_has_as_many_tokens_as_were_found(num_tokens: int) -> None:
     steps = (*(Append((0,)),) * num_tokens, Free(0), *reuse_steps)
     equal_texts = (0, 0), (0, 1 << 16)
     check_copied(BranchingTextCache, History(CacheSpec(block_size=1), steps, texts=equal_texts))
+
+
+class HasSpareBlocks(PagedCache):
+    """Has blocks that no sequence may use, and more of them under an option."""
+
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {"spare": (0, 3)}
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        spare = torch.zeros_like(self.keys[:, :1]).repeat(1, spec.options["spare"], 1, 1, 1)
+        self.keys, self.values = (torch.cat([own, spare], 1) for own in (self.keys, self.values))
+
+
+def test_option_may_change_the_size_of_the_storage() -> None:
+    spec = CacheSpec(num_blocks=2, options={"spare": 0})
+    check_every_option(HasSpareBlocks, History(spec, (Append((0,)),)))
