@@ -308,6 +308,8 @@ class ServedEngine(_ServedCacheMethods, EngineAdapter):
     unreachable: ClassVar[Collection[str]] = tuple(mix_conditions(EngineAdapter))
     block_sizes: ClassVar[Sequence[int]] = (1,)
     _reference_streams: ClassVar[dict[tuple[Any, ...], CompletionStream]] = {}
+    _streams: ClassVar[list[CompletionStream]] = []
+    """All streams since the latest mix began: a mix that failed may have left some open."""
 
     @classmethod
     def describe(cls, example: RequestMix) -> str:
@@ -330,6 +332,9 @@ class ServedEngine(_ServedCacheMethods, EngineAdapter):
                 "no server to test; name it with --roseinfer-endpoint http://127.0.0.1:8000"
             )
         self.server = _server(endpoint)
+        while self._streams:
+            if not (stream := self._streams.pop()).has_ended:
+                stream.disconnect()
         self.cached_before = self.server.count_cached_tokens()
         """Tokens that the server had found in its prefix cache before this mix."""
         self._news = threading.Condition()
@@ -358,7 +363,7 @@ class ServedEngine(_ServedCacheMethods, EngineAdapter):
             streams.append(([0], stream))
         for _, cold in streams:
             cold.wait()
-        self.server.describe_leaks()  # waits until idle: a failed mix may have left requests
+        self.server.describe_leaks()  # waits until idle: the server may still drop requests
         alone = [self._reference_stream(each.prompt, each.sampling) for each in mix.requests]
         self._cold = [(sent, cold, [alone[number] for number in sent]) for sent, cold in streams]
 
@@ -478,7 +483,7 @@ class ServedEngine(_ServedCacheMethods, EngineAdapter):
     ) -> CompletionStream:
         silence = settings.current().step_seconds or 600.0
         try:
-            return CompletionStream(
+            stream = CompletionStream(
                 self.server,
                 texts,
                 max_tokens,
@@ -487,6 +492,8 @@ class ServedEngine(_ServedCacheMethods, EngineAdapter):
                 choices=choices,
                 lasting=lasting,
             )
+            self._streams.append(stream)
+            return stream
         except ServerGone:
             raise
         except ServerError as error:

@@ -199,11 +199,15 @@ def lose_a_token_with_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     change_pieces(monkeypatch, change)
 
 
-def rotate_top_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each token of a piece the top logprobs of the next one."""
+def delay_top_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each token the top logprobs of the token before it."""
+    latest: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
 
-    def change(_: Any, piece: Any) -> None:
-        piece.top_logprobs = piece.top_logprobs[1:] + piece.top_logprobs[:1]
+    def change(generation: Any, piece: Any) -> None:
+        if tops := list(piece.top_logprobs):
+            before = latest.setdefault(generation, {})
+            piece.top_logprobs = [before.get(piece.choice, tops[0]), *tops[:-1]]
+            before[piece.choice] = tops[-1]
 
     change_pieces(monkeypatch, change)
 
@@ -353,7 +357,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         echo_another_prompt,
         lose_a_top_logprob,
         lose_a_token_with_logprobs,
-        rotate_top_logprobs,
+        delay_top_logprobs,
         give_top_logprobs_of_another_row,
         count_a_prompt_for_each_choice,
         count_the_first_choice_alone,

@@ -45,6 +45,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     """Serve the tiny model, as the server of this run."""
     previous_settings = settings.current()
     monkeypatch.setattr(ServedEngine, "_reference_streams", {})
+    monkeypatch.setattr(ServedEngine, "_streams", [])
     monkeypatch.setattr("pytest_roseinfer.endpoint.server._SETTLES", 1.0)
     with running() as server:
         endpoint_made = Endpoint(server.url, rate=1000)
@@ -76,7 +77,7 @@ MESSAGES = {
     "echo_another_prompt": "in one HTTP request, choice 1 echoes '.*'; its prompt is '.*'",
     "lose_a_top_logprob": "its logprobs have lists of different lengths: ",
     "lose_a_token_with_logprobs": r"has logprobs of the tokens \[.*\]; alone of \[",
-    "rotate_top_logprobs": r"has the logprobs \{.*\} at token \d+, '.*'; alone \{",
+    "delay_top_logprobs": r"has the logprobs \{.*\} at token \d+, '.*'; alone \{",
     "give_top_logprobs_of_another_row": r"has the logprobs \{.*\} at token \d+, '.*'; alone \{",
     "count_a_prompt_for_each_choice": "in one HTTP request, has the usage .* with 2 choices; alone",
     "count_the_first_choice_alone": "in one HTTP request, has the usage .* with 2 choices; alone",
@@ -233,6 +234,18 @@ def test_completion_that_ends_after_the_last_step_is_checked(cold: bool) -> None
     engine._seen_of = {}
     with pytest.raises(CompletionMismatch, match=r"request 0.* ended by 'length'; alone by 'stop'"):
         engine.find_leaks()
+
+
+@pytest.mark.usefixtures("endpoint")
+def test_next_mix_begins_without_streams_of_one_that_failed() -> None:
+    leaves = RequestSpec((1, 2), Sampling(3), cancel_after=2)
+    failed, following = ServedEngine(), ServedEngine()
+    failed.make(RequestMix(requests=(leaves,)))
+    stream = failed.submit(leaves.prompt, leaves.sampling)
+    following.make(RequestMix(requests=(replace(leaves, cancel_after=None),)))
+    assert stream.has_ended
+    assert stream.finish_reason is None
+    assert following.find_leaks() == ""
 
 
 @pytest.mark.slow
