@@ -110,12 +110,13 @@ class DisaggregationMethods:
     def begin_receive(self, seq: int, num_tokens: int) -> None:
         """Begin a sequence that receives its first ``num_tokens`` tokens from the prefill cache.
 
-        They are the whole prompt, some of which may not be written yet. The cache allocates the
-        blocks for all of them, which are in the sequence's ``table`` from now on, or raises one of
-        ``full_errors`` and changes nothing. Blocks that this cache already has may be reused, as by
-        ``prefill``. Until ``finish_receive``, no other method uses the sequence, and no lookup may
-        find what it receives. ``transfers_in_flight`` lists the receive with the kind ``"receive"``
-        and the blocks that will be written; each transfer covers written tokens only.
+        These tokens are the whole prompt; the prefill cache may not have written all of them yet.
+        The cache allocates blocks for all of them, which ``table`` shows from now on. Without room
+        it raises one of ``full_errors`` and changes nothing. Blocks that this cache already has may
+        be reused, as by ``prefill``. Until ``finish_receive``, no other method uses the sequence,
+        and no lookup may find what it receives. ``transfers_in_flight`` lists the receive with the
+        kind ``"receive"`` and the blocks that will be written; each transfer covers written tokens
+        only.
         """
 
     @optional
@@ -128,10 +129,10 @@ class DisaggregationMethods:
 
     @optional
     def finish_receive(self, seq: int) -> None:
-        """Turn a receive that is done into a sequence, which has the tokens of the prompt.
+        """End a receive that is done: its sequence now has the tokens of the prompt.
 
-        The prefill cache keeps the prompt until the receive is done, and has freed its blocks when
-        this call returns, except those that transfers in flight may still read.
+        The prefill cache keeps the prompt until the receive is done. When this call returns, it has
+        freed the prompt's blocks, except those that transfers in flight may still read.
         """
 
     @optional
@@ -302,7 +303,7 @@ class BeginReceive(operation.Operation):
 
     seq: int
     count: int
-    """Number of its tokens, some of which may not be written yet."""
+    """Number of its tokens; the prefill cache may not have written all of them yet."""
 
     needs = _NEEDS
 

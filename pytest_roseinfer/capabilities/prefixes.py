@@ -63,10 +63,10 @@ class PrefixTraits(Traits):
     """Shared blocks, results of lookups, and the eviction order."""
 
     shares: Literal["exact", "equal prefixes", "none"] = "exact"
-    """Blocks that sequences share: with ``"exact"``, those that ``fork`` shares; with
-    ``"equal prefixes"``, also blocks with equal tokens and equal prefixes, which needs
-    ``use_tokens``, ``table`` and ``ledger``; with ``"none"``, no blocks. Blocks that are equal may
-    be merged when they are stored, or by a later step that is not refused."""
+    """Blocks that sequences share. ``"exact"``: those that ``fork`` shares. ``"equal prefixes"``:
+    also blocks with equal tokens and equal prefixes; this needs ``use_tokens``, ``table`` and
+    ``ledger``. ``"none"``: no blocks. Equal blocks may be merged when they are stored, or by a
+    later step that is not refused."""
     granularity: Literal["block", "token"] = "block"
     """Unit of the lengths that ``match_prefix`` returns: whole blocks, or single tokens."""
     recomputed_tokens: Literal[0, 1] = 0
@@ -115,7 +115,7 @@ class PrefixMethods:
 
     @optional
     def look_up(self, token_ids: Sequence[int]) -> object:
-        """Look up a text for a sequence that begins later; the result is passed to ``begin_with``.
+        """Look up a text; a sequence that begins later passes the result to ``begin_with``.
 
         The lookup holds no blocks: until then, other sequences may take those that it found.
         """

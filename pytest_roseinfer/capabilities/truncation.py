@@ -99,8 +99,8 @@ class Checkpoints(State):
     recorded: dict[int, set[int]] = field(default_factory=dict)
     """Lengths of the checkpoints of each sequence."""
     ever: set[int] = field(default_factory=set)
-    """Lengths of all checkpoints so far, some of which a careless cache may mistake for present
-    ones of another sequence."""
+    """Lengths of all checkpoints so far: a careless cache may take one that is gone for a present
+    one of another sequence."""
 
     @classmethod
     def of(cls, adapter: Any, spec: Any) -> Checkpoints:

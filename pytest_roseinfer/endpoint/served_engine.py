@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 _ROUNDING = 0.5
 """Difference of two logprobs that rounding may change by another batch.
 
-In bfloat16 logits from 16 to 32 are multiples of 0.125, and the lead of one over another changed by
-two such multiples (SmolLM2; 0.06 in float32).
+In bfloat16 logits from 16 to 32 are multiples of 0.125, and one led another by at least two of them
+in one batch and not in the next (SmolLM2; in float32 by 0.06).
 """
 _INCOMPLETE_CHARACTER = "\ufffd"
 _MOST = 400
@@ -239,8 +239,8 @@ _PROBE_DIVISOR = 8
 """A long text has this many times the tokens of the probe: a text that is served after a client
 left. Each step of a server gives both a token, so the long one has not ended with the probes."""
 _PROBES = 4
-"""Probes by the last of which a server must have dropped a text that was left: on a busy machine it
-may notice late. The first one only gives it time."""
+"""Number of probes. A server must have dropped a text that was left when the last one begins: on a
+busy machine it may notice late. The first probe only gives it time."""
 _EARLY_LEAVES = (0.0, 0.01)
 """Seconds after which clients leave without having read anything."""
 

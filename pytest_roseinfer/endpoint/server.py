@@ -36,7 +36,7 @@ CHOICES = 2
 _REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 _HELD = (*_REQUESTS, "vllm:kv_cache_usage_perc")
 _LOOKED_UP, _FOUND = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
-"""Tokens of prompts that were looked up in the prefix cache, and those that were found there."""
+"""Metrics: prompt tokens that were looked up in the prefix cache, and those found there."""
 
 
 class ServerError(Exception):

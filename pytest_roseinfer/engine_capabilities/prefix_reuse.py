@@ -36,14 +36,14 @@ class PrefixReuseTraits(Traits):
     """``least recent`` if the text that was not used for the longest time is evicted first, so that
     others are found again."""
     evicts_from_end: dict[str, tuple[Any, ...]] | None = None
-    """Values of switches under which a text loses its last blocks first: a prompt then begins with
-    the blocks that are left, whatever else was evicted. Empty for all values; None if the engine
-    promises no such order. Only with ``finds="full blocks"``."""
+    """Values of switches under which a text loses its last blocks first. A prompt then begins with
+    the blocks that are left, whatever else was evicted. Empty means all values; None means that the
+    engine promises no such order. Only with ``finds="full blocks"``."""
     enabled_by: dict[str, Any] = field(default_factory=dict)
     """Values of switches without which nothing is promised."""
     same_bits: bool = False
-    """True if a prompt that is found gives the same logprobs, bit for bit, as one that is computed,
-    whatever else is in the batch. Needs ``logprobs``, which each request then gets."""
+    """True if a hit gives the same logprobs as a prompt that is computed, bit for bit and in any
+    batch. Needs ``logprobs``, which each request then gets."""
 
 
 class PrefixReuseMethods:
@@ -150,7 +150,7 @@ class PrefixReuse(MixObserver):
         return [each for each in known if each is not served]
 
     def _count_hit(self, served: ServedRequest, use: _Use) -> None:
-        """Count a hit; also as one behind another text, if another request came in between."""
+        """Count a hit. If another request came in between, it is a hit behind another text too."""
         self.counts[HIT] += 1
         prompt, others = served.spec.prompt, self._others(served)
         uses = [(self._uses[each.number], _shared(prompt, each.spec.prompt)) for each in others]
