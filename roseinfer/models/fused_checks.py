@@ -7,6 +7,7 @@ kernels read the original weights.
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,8 +86,8 @@ _SMALL_BATCH_ROWS = 64
 """Rows of a small batch, which is computed alone."""
 _MAX_ROWS_WITH_LOGITS = 2112
 """Largest batch, in rows, whose logits are all computed; of a larger one, 64 rows are."""
-_DIGEST_ROWS = 256
-"""Rows whose digests are computed at a time."""
+_DIGEST_NUMBERS = 1 << 25
+"""Numbers of rows whose digests are computed at a time."""
 _BATCH_SIZES = (
     1, 2, 16, 17, 33, *range(64, 577, 32), *range(65, 545, 96), 600, 700, 777,
     *range(640, 2049, 128), 1000, 1023, 1500,
@@ -163,6 +164,12 @@ def _digests(
 def _digest(rows: Tensor) -> Tensor:
     """Return a number for each row that changes with any bit of it."""
     bits = rows.flatten(1).contiguous().view(torch.int16)
-    odd = torch.arange(bits.shape[1], device=bits.device, dtype=torch.int32) * 40503 % 32768 | 1
-    parts = (bits[at : at + _DIGEST_ROWS] * odd for at in range(0, len(bits), _DIGEST_ROWS))
-    return torch.cat([part.sum(1, dtype=torch.int64) for part in parts])
+    num_rows = max(1, _DIGEST_NUMBERS // bits.shape[1])
+    odd = _odd_numbers(bits.shape[1], bits.device)
+    parts = [(part * odd).sum(1, dtype=torch.int64) for part in torch.split(bits, num_rows)]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+@lru_cache(maxsize=8)
+def _odd_numbers(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device, dtype=torch.int32) * 40503 % 32768 | 1
