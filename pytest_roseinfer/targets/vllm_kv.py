@@ -46,7 +46,7 @@ class BlocksInUse(Exception):
 class VllmAdapter(BlockManagerAdapter):
     """Adapter with full attention in all layers."""
 
-    reset_errors = (BlocksInUse,)
+    reset_errors: ClassVar[tuple[type[BaseException], ...]] = (BlocksInUse,)
 
     prefixes = BlockManagerAdapter.prefixes.but(evicts="least recent")
     spare_blocks: ClassVar[int] = 1  # block 0 replaces blocks that were given back
@@ -78,7 +78,7 @@ class VllmAdapter(BlockManagerAdapter):
     def begin(self, seq: int, token_ids: Sequence[int], namespace: int) -> int:
         resumed = seq in self.preempted
         request = self.requests[seq] if resumed else self._request(token_ids, namespace)
-        cached, count, _ = self.manager.get_computed_blocks(request)
+        cached, count, *_ = self.manager.get_computed_blocks(request)
         if self.manager.allocate_slots(request, len(token_ids) - count, count, cached) is None:
             raise CacheFull
         request.num_computed_tokens = count

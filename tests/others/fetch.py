@@ -29,13 +29,24 @@ class Origin:
     wheels: tuple[str, ...] = ()
     """Further packages that the project imports, each without its own dependencies."""
     python_only: bool = False
-    """Unpack only Python files and metadata of the project's own wheel: its kernels are large."""
+    """Unpack only Python files and metadata of a wheel of this project: its kernels are large."""
 
+
+_IMPORTS_OF_VLLM = (
+    *("aiohappyeyeballs", "aiohttp", "aiosignal", "apache-tvm-ffi", "attrs", "cachetools"),
+    *("cbor2", "certifi", "charset_normalizer", "cloudpickle", "fastapi", "frozenlist"),
+    *("llguidance", "msgspec", "multidict", "openai", "openai_harmony", "psutil"),
+    *("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-semantic-conventions"),
+    *("partial_json_parser", "prometheus_client", "propcache", "pybase64", "pyzmq"),
+    *("requests", "sniffio", "starlette", "urllib3", "uvloop", "xgrammar", "yarl"),
+)
 
 PROJECTS = {
     "exllamav3": Origin(revision="1.6.5", python_only=True),
     "kvcached": Origin(
-        "https://github.com/ovg-project/kvcached", "e8e640638ba79f3ba7ce88d9692342d29d996e6d"
+        "https://github.com/ovg-project/kvcached",
+        "e8e640638ba79f3ba7ce88d9692342d29d996e6d",
+        wheels=("vllm==0.24.0", "sglang==0.5.15", "orjson", *_IMPORTS_OF_VLLM),
     ),
     "lightllm": Origin(
         "https://github.com/ModelTC/LightLLM",
@@ -79,14 +90,7 @@ PROJECTS = {
     "vllm": Origin(
         revision="0.33.0",
         python_only=True,
-        wheels=(
-            *("aiohappyeyeballs", "aiohttp", "aiosignal", "apache-tvm-ffi", "attrs", "cachetools"),
-            *("cbor2", "certifi", "charset_normalizer", "cloudpickle", "fastapi", "frozenlist"),
-            *("llguidance", "msgspec", "multidict", "openai", "openai_harmony", "psutil"),
-            *("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-semantic-conventions"),
-            *("partial_json_parser", "prometheus_client", "propcache", "pybase64", "pyzmq"),
-            *("requests", "sniffio", "starlette", "urllib3", "uvloop", "xgrammar", "yarl"),
-        ),
+        wheels=_IMPORTS_OF_VLLM,
     ),
 }
 
@@ -119,8 +123,8 @@ def fetch(
     with TemporaryDirectory() as downloads:
         _run(*pip, "--only-binary", ":all:", "--dest", downloads, *wheels)
         for wheel in Path(downloads).iterdir():
-            is_project = wheel.name.startswith(f"{name}-")
-            _unpack(wheel, sources(name, parent), python_only=is_project and project.python_only)
+            packed = PROJECTS.get(wheel.name.partition("-")[0], Origin())
+            _unpack(wheel, sources(name, parent), python_only=packed.python_only)
     return folder
 
 

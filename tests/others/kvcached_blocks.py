@@ -75,11 +75,14 @@ class StandInAllocator:
         self.page_size = page_size
         self.unmapped = deque(range(mem_size // page_size))
         self.reserved: deque[int] = deque()
+        self.contested = 0
+        """Pages that seem free until one is needed: another engine on the GPU takes them first."""
 
     def alloc_page(self) -> StandInPage:
         for pages in (self.reserved, self.unmapped):
             if pages:
                 return StandInPage(pages.popleft(), self.page_size)
+        self.contested = 0
         raise RuntimeError("No free pages left")
 
     def free_pages(self, pages: Sequence[int]) -> None:
@@ -96,13 +99,13 @@ class StandInAllocator:
         return grouped
 
     def get_num_free_pages(self) -> int:
-        return len(self.reserved) + len(self.unmapped)
+        return len(self.reserved) + self.get_avail_physical_pages()
 
     def get_num_reserved_pages(self) -> int:
         return len(self.reserved)
 
     def get_avail_physical_pages(self) -> int:
-        return len(self.unmapped)
+        return len(self.unmapped) + self.contested
 
     def get_resize_target(self) -> int:
         return -1
@@ -114,15 +117,19 @@ class StandInAllocator:
         pass
 
 
-def _manager() -> Any:
-    """Import the block manager with the stand-in for its extension."""
+def kvcached_part(name: str) -> Any:
+    """Import a part of kvcached with the stand-in for its extension."""
     extension: Any = ModuleType("kvcached.vmm_ops")
     extension.PageAllocator, extension.InternalPage = StandInAllocator, StandInPage
     extension.kv_tensors_created = lambda group_id=0: True  # noqa: ARG005
-    extension.map_to_kv_tensors = extension.unmap_from_kv_tensors = None
+    for called_on_a_gpu in (
+        *("map_to_kv_tensors", "unmap_from_kv_tensors"),
+        *("create_kv_tensors", "init_kvcached", "shutdown_kvcached"),
+    ):
+        setattr(extension, called_on_a_gpu, None)
     sys.modules.setdefault("kvcached.vmm_ops", extension)
     logging.getLogger("kvcached").setLevel(logging.CRITICAL)
-    return import_part("kvcached", "kv_cache_manager", _INSTALL)
+    return import_part("kvcached", name, _INSTALL)
 
 
 class KvcachedAdapter(BlockManagerAdapter):
@@ -138,7 +145,7 @@ class KvcachedAdapter(BlockManagerAdapter):
         self.store = BlockStore(spec, self.manager.num_blocks)
 
     def manage(self, spec: CacheSpec) -> None:
-        managers = _manager()
+        managers = kvcached_part("kv_cache_manager")
         block_bytes, page_size = self.block_kib * _KIB, managers.PAGE_SIZE
         usable: list[int] = []
         pages = 0

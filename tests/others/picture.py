@@ -33,6 +33,8 @@ class Picture:
     """First words of the failure's message."""
     project: str = ""
     """Name of the fetched project; "" for one that is installed."""
+    imports: tuple[str, ...] = ()
+    """Further fetched projects that the adapter imports; the last has priority."""
     setting: Callable[[], AbstractContextManager[None]] = nullcontext
     """Setting of the project under which it fails."""
     passing: tuple[type[Adapter], History | RequestMix] | None = None
@@ -40,13 +42,14 @@ class Picture:
     failure."""
 
     def can_be_drawn(self) -> bool:
-        return not self.project or (FOLDER / self.project).exists()
+        return all((FOLDER / name).exists() for name in (self.project, *self.imports))
 
     @contextmanager
     def project_set_up(self) -> Iterator[None]:
         """Let the project be imported, under the setting."""
-        if self.project and (folder := str(sources(self.project))) not in sys.path:
-            sys.path.insert(0, folder)
+        for name in filter(None, (self.project, *self.imports)):
+            if (folder := str(sources(name))) not in sys.path:
+                sys.path.insert(0, folder)
         with self.setting():
             yield
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer import CacheSpec, History, RequestSpec, Sampling
 from pytest_roseinfer.capabilities.beams import Reorder
+from pytest_roseinfer.capabilities.epochs import Reset
+from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.preemption import Preempt, Resume
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter
@@ -29,6 +31,7 @@ from tests.others import (
 )
 from tests.others.hybrid_cache import SelectsHybridRows
 from tests.others.kvcached_blocks import BlocksAcrossPages
+from tests.others.kvcached_vllm import FreesRefusedRequests, ResetsWhileRunning, SharesTheGpu
 from tests.others.mlx_engine import MlxBatchEngine, MlxSerialEngine
 from tests.others.picture import Picture, mix_of, one_text
 from tests.others.transformers_variants import CompletesTwice, SmallerCache
@@ -444,6 +447,39 @@ _SEARCHED = {
         ),
         "layer 0: the cache counts 5 free blocks, and has 4",
         project="kvcached",
+    ),
+    "kvcached-reset-while-running": Picture(
+        ResetsWhileRunning,
+        one_text(Append((0,)), Reset(), Append((0,)), block_size=2),
+        "match_prefix() of text 0, 3 tokens long, found 2, and only 0 of them may be found now",
+        project="kvcached",
+        imports=("vllm",),
+    ),
+    "kvcached-refused-request-keeps-blocks": Picture(
+        SharesTheGpu,
+        one_text(Prefill(0, 3), Prefill(1, 3), block_size=2),
+        "layer 0: block 2 has refcount 2, and tables name it 1 time",
+        project="kvcached",
+        imports=("vllm",),
+    ),
+    "kvcached-exhausted-value-error": Picture(
+        FreesRefusedRequests,
+        History(
+            CacheSpec(
+                block_size=2,
+                num_blocks=4,
+                num_layers=2,
+                num_heads=1,
+                head_dim=1,
+                windows=(None, 1),
+                options={"blocks between kept ones": None, "eagle": False},
+            ),
+            (Prefill(0, 4), Free(0), Prefill(0, 5)),
+            texts=((0, 0),),
+        ),
+        "the write raised ValueError: Cannot get 3 free blocks from the pool",
+        project="kvcached",
+        imports=("vllm",),
     ),
     "tokasaurus-one-token": Picture(
         tokasaurus_engine.CompletesOneToken,
