@@ -191,7 +191,8 @@ def _compute_logits(name: str, device: str, contexts: Sequence[tuple[int, ...]])
     longest = max(map(len, new))
     # Padding comes last, where no token attends to it.
     padded = torch.tensor([[*each, *[0] * (longest - len(each))] for each in new])
-    output = model(padded.to(model.device), use_cache=False)
+    with torch.inference_mode():
+        output = model(padded.to(model.device), use_cache=False)
     for tokens, rows in zip(new, output.logits.double().cpu().numpy(), strict=True):
         for end in range(1, len(tokens) + 1):
             _known_logits.setdefault((name, device, tokens[:end]), rows[end - 1])
