@@ -253,7 +253,8 @@ def raised_by(bad: BadCall) -> BaseException | None:
     except BaseException as error:
         if not isinstance(error, (Exception, *bad.errors)):
             raise
-        return error
+        # The frames of a traceback refer to the error: their snapshots would wait for a collection.
+        return error.with_traceback(None) if isinstance(error, bad.errors) else error
     return None
 
 
