@@ -229,6 +229,7 @@ class Walk(NamedTuple):
     oracle: Oracle
     names: list[int]
     """Names available to a new sequence."""
+    adapter: type[Any]
 
     @property
     def filled(self) -> list[int]:

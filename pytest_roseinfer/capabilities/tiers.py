@@ -71,6 +71,8 @@ class TierTraits(Traits):
     verifies: bool = False
     """True if the cache detects blocks that were not copied although the transfer reported success,
     as by a checksum, before a sequence uses them."""
+    can_fail: bool = True
+    """False if each transfer succeeds, as copies to memory of the same host do."""
 
 
 class TierMethods:
@@ -237,7 +239,12 @@ def _draw_result(writer: operation.Writer, names: Sequence[str] = _DRAWN) -> str
     """Draw a result; one that loses data unnoticed only if the cache detects that."""
     if writer.adapter.tiers.verifies:
         names = [*names, UNNOTICED, UNNOTICED]
-    return writer.pick(names)
+    return writer.pick(_possible(writer.adapter, names))
+
+
+def _possible(adapter: Any, names: Sequence[str]) -> Sequence[str]:
+    """Return the results that transfers of a cache can have."""
+    return names if adapter.tiers.can_fail else (DONE,)
 
 
 # Operations
@@ -514,12 +521,12 @@ class TierContents(Observer):
 
     any_of = ("load_prefix",)
     conditions: ClassVar = {
-        "block_loaded": "A load ends with some of its blocks, for a sequence that waits for it. "
-        "Required of a cache that defines ``load_prefix``.",
+        "block_loaded": "A load ends with some of its blocks, for a sequence that waits for it, or "
+        "``load_prefix`` itself waits. Required of a cache that defines ``load_prefix``.",
         "load_failed": "A load ends without any block. Required of a cache that defines "
-        "``load_prefix``.",
+        "``load_prefix``, unless its transfers cannot fail.",
         "load_in_part": "A load ends with some of its blocks, but not all. Required of a cache "
-        "that defines ``load_prefix``.",
+        "that defines ``load_prefix``, unless its transfers cannot fail.",
         "block_left_under_store": "A store is in flight after the last sequence with one of its "
         "blocks has left it. Required of a cache that defines ``load_prefix``.",
         "restarted_warm": "The lower tiers restart with blocks that they stored. Required of a "
@@ -581,7 +588,7 @@ class TierContents(Observer):
     def after(self, observation: Observation) -> Mapping[str, int]:
         tiers, transfers = tiers_of(observation.oracle), observation.after.transfers
         assert not isinstance(transfers, Exception)
-        counts = Counter(_conditions(observation, tiers, self.books))
+        counts = Counter(_conditions(observation, tiers, self.books, self._contents))
         self.books, self._contents = self._next, self._contents_next
         if tiers.end and tiers.end.transfer.kind != "load":
             tiers.trusted &= tiers.end.result.arrived >= tiers.end.result.reported
@@ -598,13 +605,23 @@ def _by_id(transfers: Sequence[Transfer]) -> dict[int | str, Transfer]:
     return {each.id: each for each in transfers}
 
 
-def _conditions(observation: Observation, tiers: Tiers, before: TierBooks) -> Iterator[str]:
-    """Yield the conditions that a step met; ``before`` are the books before it."""
+def _conditions(
+    observation: Observation, tiers: Tiers, before: TierBooks, contents: BlockTokens
+) -> Iterator[str]:
+    """Yield the conditions that a step met; ``before`` are the books before it.
+
+    ``contents`` are the tokens of blocks of the first tier before it.
+    """
     if tiers.kept is not None and before.findable:
         yield "restarted_warm" if tiers.kept else "restarted_empty"
+    step = observation.operation
+    if isinstance(step, LoadPrefix) and step.seq not in tiers.loading:
+        blocks_now = {tuple(page.tokens) for page in observation.oracle.sequences[step.seq]}
+        if blocks_now & before.findable - {*map(tuple, contents.values())}:
+            yield "block_loaded"
     if tiers.end and tiers.end.transfer.kind == "load":
         arrived, blocks = tiers.end.result.arrived, tiers.end.transfer.num_blocks
-        if isinstance(observation.operation, EndLoad) and arrived:
+        if isinstance(step, EndLoad) and arrived:
             yield "block_loaded"
         if arrived < blocks:
             yield "load_in_part" if arrived else "load_failed"
@@ -772,7 +789,8 @@ def _fill_a_tier(writer: operation.Writer) -> Iterator[operation.Operation]:
         yield LoadPrefix(seq)
     most = max(1, (writer.adapter.tiers.keeps or 2) - 1)
     other, end, room = _name_of_another(writer), 0, writer.oracle.pages_free() - loads
-    for name in (DONE if loads else FULL, DONE) if room > 0 else ():
+    fails = writer.adapter.tiers.can_fail and not loads
+    for name in (FULL if fails else DONE, DONE) if room > 0 else ():
         other_text = writer.oracle.text_of(other)
         end = min(end + writer.pick((most, max(1, most - 1))), room)
         yield Prefill(other, end * size, writer.layout())
@@ -791,7 +809,8 @@ def _name_of_another(writer: operation.Writer) -> int:
 
 def _end_stores(writer: operation.Writer, count: int) -> Iterator[operation.Operation]:
     """Yield the ends of stores, which most often succeed."""
-    name = writer.pick((DONE,) * 11 + (PART, PART, TWICE, FAILED, FULL))
+    names = (DONE,) * 11 + (PART, PART, TWICE, FAILED, FULL)
+    name = writer.pick(_possible(writer.adapter, names))
     for _ in range(count):
         yield EndTransfer(0, name, 1)
 
@@ -860,9 +879,10 @@ def _load(
 def _walk(at: Walk) -> Iterator[operation.Operation]:
     state = at.oracle.state(Tiers)
     if state and (at.oracle.sequences or at.oracle.lives):
-        yield from (EndTransfer(0, name) for name in (DONE, FAILED))
+        results = _possible(at.adapter, (DONE, FAILED))
+        yield from (EndTransfer(0, name) for name in results)
         yield from map(LoadPrefix, pending_prefixes(at.oracle))
-        yield from (EndLoad(seq, name) for seq in state.loading for name in (DONE, FAILED))
+        yield from (EndLoad(seq, name) for seq in state.loading for name in results)
 
 
 def _return_steps(oracle: Oracle) -> list[operation.Operation]:
@@ -888,6 +908,11 @@ def refuse_tiers(adapter: type[Any]) -> None:
         )
 
 
+def _required_conditions(adapter: type[Any]) -> list[str]:
+    fails = "load_prefix" in adapter.abilities and adapter.tiers.can_fail
+    return ["load_failed", "load_in_part"] if fails else []
+
+
 TIERS = Capability(
     methods=TierMethods,
     states=(Tiers,),
@@ -909,6 +934,7 @@ TIERS = Capability(
     },
     invariants=(blocks_in_flight, tier_lookups),
     observers=(TierContents,),
+    required_conditions=_required_conditions,
     views=(View(_BEGIN_TRANSFERS, _show_tiers),),
     walk=_walk,
     refuse=(refuse_tiers,),

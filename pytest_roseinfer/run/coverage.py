@@ -49,8 +49,6 @@ _REQUIRED_WITH: Mapping[str, set[str]] = {
     "reset_after_look_up": {"reset", "look_up", *_FINDS_TEXTS},
     "block_stored_again": {"events", "prefill", "free"},
     "block_loaded": {"load_prefix"},
-    "load_failed": {"load_prefix"},
-    "load_in_part": {"load_prefix"},
     "block_left_under_store": {"load_prefix"},
     "restarted_warm": {"restart_tiers"},
     "restarted_empty": {"restart_tiers"},

@@ -64,7 +64,7 @@ def every_texts(adapter: type[KVCacheAdapter]) -> list[tuple[Branch, ...]]:
 
 def every_step(adapter: type[KVCacheAdapter], oracle: Oracle) -> list[Operation]:
     """List all possible next steps of a cache with this adapter's abilities."""
-    shows_room, walk = "ledger" in adapter.abilities, Walk(oracle, _names(oracle))
+    shows_room, walk = "ledger" in adapter.abilities, Walk(oracle, _names(oracle), adapter)
     every = (step for one in adapter.capabilities if one.walk for step in one.walk(walk))
     steps = [
         step

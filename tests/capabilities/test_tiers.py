@@ -23,6 +23,7 @@ from pytest_roseinfer.adapters.validation import refuse_mistakes
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.prefixes import LookUp
 from pytest_roseinfer.capabilities.tiers import (
+    DONE,
     FULL,
     PART,
     TWICE,
@@ -34,17 +35,20 @@ from pytest_roseinfer.capabilities.tiers import (
     RestartTiers,
     TierBooks,
     result_of,
+    tiers_of,
 )
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.run import coverage
+from pytest_roseinfer.suite.exhaustive import every_step
 from tests.capabilities.caches import broken_tier_caches
 from tests.capabilities.caches.broken_tier_caches import BROKEN, CountsAFailedLoad
 from tests.capabilities.caches.text_cache import TextCache
 from tests.capabilities.caches.tier_cache import (
     RIGHT,
     ChecksumCache,
+    LoadsAtOnceCache,
     WriteBackCache,
     WriteThroughCache,
 )
@@ -249,24 +253,43 @@ def test_a_load_finds_no_full_tier() -> None:
     assert result_of(Transfer(0, "load", (4,), 1), FULL, 0) == TransferResult(0, 0)
 
 
+def results_of(cache: type[KVCacheAdapter]) -> set[str]:
+    """Draw histories, and return the results of their transfers."""
+    drawn: set[str] = set()
+
+    @hypothesis_settings(max_examples=100, database=None, phases=[Phase.generate], deadline=None)
+    @seed(1)
+    @given(histories(cache))
+    def note(example: History) -> None:
+        drawn.update(s.result for s in example.operations if isinstance(s, EndLoad | EndTransfer))
+
+    note()
+    return drawn
+
+
 @pytest.mark.slow
 def test_unnoticed_losses_are_drawn_for_caches_that_verify() -> None:
-    def results(cache: type[KVCacheAdapter]) -> set[str]:
-        drawn: set[str] = set()
+    assert UNNOTICED in results_of(ChecksumCache)
+    assert UNNOTICED not in results_of(WriteThroughCache)
 
-        @hypothesis_settings(
-            max_examples=100, database=None, phases=[Phase.generate], deadline=None
-        )
-        @seed(1)
-        @given(histories(cache))
-        def note(example: History) -> None:
-            drawn.update(s.result for s in example.operations if isinstance(s, EndLoad))
 
-        note()
-        return drawn
+def test_transfers_that_cannot_fail_succeed() -> None:
+    assert results_of(LoadsAtOnceCache) == {DONE}
+    required = CONDITIONS.intersection(coverage.Coverage().of(LoadsAtOnceCache).conditions)
+    assert required == CONDITIONS - {"load_failed", "load_in_part"}
+    oracle = Oracle(2, 3)
+    oracle.sequences[0] = []
+    tiers_of(oracle)
+    steps = every_step(LoadsAtOnceCache, oracle)
+    assert {each.result for each in steps if isinstance(each, EndTransfer)} == {DONE}
 
-    assert UNNOTICED in results(ChecksumCache)
-    assert UNNOTICED not in results(WriteThroughCache)
+
+def test_load_may_be_made_when_it_begins() -> None:
+    counts = run_history(LoadsAtOnceCache, history(*EVICTED, *LOADED[:2]))
+    assert counts["block_loaded"] == 1
+    # Its blocks are still in the first tier.
+    counts = run_history(LoadsAtOnceCache, history(Prefill(0, 4), EndTransfer(), *LOADED[:2]))
+    assert not counts["block_loaded"]
 
 
 def stored(*names: Sequence[int], keeps: int) -> TierBooks:

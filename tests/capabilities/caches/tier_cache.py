@@ -13,13 +13,13 @@ from zlib import crc32
 
 import torch
 
-from pytest_roseinfer import TierTraits, Transfer
+from pytest_roseinfer import TierTraits, Transfer, TransferResult
 from tests.capabilities.caches.text_cache import TextCache
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from pytest_roseinfer import CacheSpec, TransferResult
+    from pytest_roseinfer import CacheSpec
 
 
 @dataclass(slots=True)
@@ -254,6 +254,19 @@ class ChecksumCache(WriteThroughCache):
         return self.sums[key] == self.checksum(block)
 
 
+class LoadsAtOnceCache(WriteThroughCache):
+    """Waits for a load when it begins, as for a copy from the host's memory, which cannot fail."""
+
+    tiers = WriteThroughCache.tiers.but(can_fail=False)
+
+    def load_prefix(self, prefix: Any, seq: int) -> tuple[int, int]:
+        ready, coming = super().load_prefix(prefix, seq)
+        if coming:
+            load = self.transfers_in_flight()[-1]
+            self.end_transfer(load, TransferResult(load.num_blocks, load.num_blocks))
+        return ready + coming, 0
+
+
 Rows = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one block in all layers."""
 
@@ -415,4 +428,4 @@ class WriteBackCache(TextCache):
             self.third.clear()
 
 
-RIGHT = (WriteThroughCache, ChecksumCache, WriteBackCache)
+RIGHT = (WriteThroughCache, ChecksumCache, LoadsAtOnceCache, WriteBackCache)
