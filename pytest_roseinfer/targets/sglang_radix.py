@@ -41,7 +41,7 @@ _USED = {
     "mem_cache.allocation": ("alloc_for_decode", "alloc_for_extend"),
     "mem_cache.allocator": ("PagedTokenToKVPoolAllocator", "TokenToKVPoolAllocator"),
     "mem_cache.allocator.swa": ("SWATokenToKVPoolAllocator",),
-    "mem_cache.base_prefix_cache": ("EvictParams", "MatchPrefixParams"),
+    "mem_cache.base_prefix_cache": ("EvictParams", "InitLoadBackParams", "MatchPrefixParams"),
     "mem_cache.base_swa_memory_pool": ("BaseSWAKVPool",),
     "mem_cache.cache_init_params": ("CacheInitParams",),
     "mem_cache.common": ("checkpoint_kv_cache", "evict_from_tree_cache", "release_kv_cache"),
@@ -137,10 +137,10 @@ def take_room(sgl: SimpleNamespace, tree: Any, begun: list[Any], grown: list[Any
             release_state(tree, request)
         raise CacheFull
     if begun:
-        sgl.alloc_for_extend(_batch(begun, [each.extend_end for each in begun], tree))
+        sgl.alloc_for_extend(batch_fields(begun, [each.extend_end for each in begun], tree))
     if grown:
         lengths = [each.kv.kv_committed_len for each in grown]
-        sgl.alloc_for_decode(_batch(grown, lengths, tree), token_per_req=1)
+        sgl.alloc_for_decode(batch_fields(grown, lengths, tree), token_per_req=1)
 
 
 def release_state(tree: Any, request: Any) -> None:
@@ -162,7 +162,7 @@ def copy_found_states(sgl: SimpleNamespace, tree: Any, begun: list[Any]) -> None
         rows.copy_mamba_state(rows.translate_mamba_indices(sources), targets)
 
 
-def _batch(reqs: list[Any], lengths: list[int], tree: Any) -> SimpleNamespace:
+def batch_fields(reqs: list[Any], lengths: list[int], tree: Any) -> SimpleNamespace:
     """Return the fields of a ``ScheduleBatch`` that allocation reads."""
     prefixes = [request.prefix_len for request in reqs]
     rows = torch.tensor([request.kv.req_pool_idx or 0 for request in reqs])
