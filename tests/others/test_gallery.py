@@ -25,6 +25,7 @@ _CITATION = re.compile(r"`([\w./-]+\.(?:py|cu|md)):(\d+)`")
 _QUOTATION = re.compile(r'"([^"]+)"\s+\(`([\w./-]+):(\d+)`\)')
 _LINES_OF_QUOTATION = 4
 _INDEX = (PAGES / "index.md").read_text(encoding="utf-8")
+_README = (PAGES.parents[1] / "README.md").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,16 @@ def test_index_counts_the_defects() -> None:
         f"the other {without} have none",
     ):
         assert words in " ".join(_INDEX.split())
+
+
+def test_readme_counts_the_defects() -> None:
+    table = re.search(r"^\| (transformers .+) \|\n.+\n\| (.+) \|$", _README, re.MULTILINE)
+    assert table
+    *names, last = table[1].lower().split(" | ")
+    *numbers, others = map(int, table[2].split(" | "))
+    every = Counter(each.project for each in DEFECTS.values())
+    assert numbers == [every[name] for name in names]
+    assert (last, others) == ("others", every.total() - sum(numbers))
 
 
 @defects
