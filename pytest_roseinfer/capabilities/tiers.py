@@ -73,6 +73,9 @@ class TierTraits(Traits):
     as by a checksum, before a sequence uses them."""
     can_fail: bool = True
     """False if each transfer succeeds, as copies to memory of the same host do."""
+    stores_evicted: bool = False
+    """True if blocks may be stored in the step that evicts them, by a store that it waits for and
+    that is not listed."""
 
 
 class TierMethods:
@@ -528,7 +531,8 @@ class TierContents(Observer):
         "load_in_part": "A load ends with some of its blocks, but not all. Required of a cache "
         "that defines ``load_prefix``, unless its transfers cannot fail.",
         "block_left_under_store": "A store is in flight after the last sequence with one of its "
-        "blocks has left it. Required of a cache that defines ``load_prefix``.",
+        "blocks has left it. Required of a cache that defines ``load_prefix``, unless it stores "
+        "blocks when it evicts them.",
         "restarted_warm": "The lower tiers restart with blocks that they stored. Required of a "
         "cache that defines ``restart_tiers``.",
         "restarted_empty": "The lower tiers lose the blocks that they stored. Required of a cache "
@@ -561,9 +565,20 @@ class TierContents(Observer):
         books = books.vanish(books.in_flight.keys() - listed.keys())
         if tiers.kept is False:
             books = books.restart(moving=any(each.kind == "move" for each in listed.values()))
+        if self.run.declared.tiers.stores_evicted:
+            books = replace(books, findable=books.findable | self._evicted())
         for name in listed.keys() - books.in_flight.keys():
             books = books.begin(listed[name], self._contents_of(listed[name], after))
         return books.evict(self.run.declared.tiers.keeps)
+
+    def _evicted(self) -> set[Block]:
+        """Return the full blocks that the first tier has lost in the present step."""
+        size = self.run.spec.block_size
+        before, after = (
+            {tuple(tokens) for tokens in contents.values() if len(tokens) == size}
+            for contents in (self._contents, self._contents_next)
+        )
+        return before - after
 
     def _contents_of(self, transfer: Transfer, after: Snapshot) -> list[frozenset[Block]]:
         """Return the possible contents of each block of a new transfer.
@@ -908,9 +923,13 @@ def refuse_tiers(adapter: type[Any]) -> None:
         )
 
 
-def _required_conditions(adapter: type[Any]) -> list[str]:
-    fails = "load_prefix" in adapter.abilities and adapter.tiers.can_fail
-    return ["load_failed", "load_in_part"] if fails else []
+def _required_conditions(adapter: type[Any]) -> Iterator[str]:
+    if "load_prefix" not in adapter.abilities:
+        return
+    if not adapter.tiers.stores_evicted:
+        yield "block_left_under_store"
+    if adapter.tiers.can_fail:
+        yield from ("load_failed", "load_in_part")
 
 
 TIERS = Capability(

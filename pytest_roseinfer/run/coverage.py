@@ -49,7 +49,6 @@ _REQUIRED_WITH: Mapping[str, set[str]] = {
     "reset_after_look_up": {"reset", "look_up", *_FINDS_TEXTS},
     "block_stored_again": {"events", "prefill", "free"},
     "block_loaded": {"load_prefix"},
-    "block_left_under_store": {"load_prefix"},
     "restarted_warm": {"restart_tiers"},
     "restarted_empty": {"restart_tiers"},
     "lookup_missed_by_key": {"use_text_keys", *_FINDS_TEXTS},

@@ -49,6 +49,7 @@ from tests.capabilities.caches.tier_cache import (
     RIGHT,
     ChecksumCache,
     LoadsAtOnceCache,
+    StoresEvictedCache,
     WriteBackCache,
     WriteThroughCache,
 )
@@ -129,6 +130,7 @@ def test_cache_with_right_tiers_passes(cache: type[KVCacheAdapter], examples: in
 def test_conditions_of_tiers_are_required() -> None:
     assert set(coverage.Coverage().of(WriteThroughCache).conditions) >= CONDITIONS
     assert CONDITIONS.isdisjoint(coverage.Coverage().of(TextCache).conditions)
+    assert "block_left_under_store" not in coverage.Coverage().of(StoresEvictedCache).conditions
 
 
 @pytest.mark.parametrize("cache", [WriteThroughCache, WriteBackCache])
@@ -147,6 +149,17 @@ def test_blocks_that_did_not_arrive_are_written_again(
     steps = (*LOADED[:2], EndLoad(2, result, 1), Append((2,)), Append((2,)))
     counts = run_history(cache, history(*EVICTED, EndTransfer(), *steps))
     assert counts[met] == 1
+
+
+def test_blocks_may_be_stored_when_they_are_evicted() -> None:
+    evicted = (Prefill(0, 4), Free(0), Prefill(1, 6), Free(1))
+    assert run_history(StoresEvictedCache, history(*evicted, *LOADED))["block_loaded"] == 1
+
+    class Undeclared(StoresEvictedCache):
+        tiers = TierTraits()
+
+    found = "match_tiers() of text 0, 6 tokens long, found 4, and only 0 of them are stored"
+    assert failure_of(Undeclared, *evicted).startswith(found)
 
 
 def test_store_outlives_the_sequence() -> None:

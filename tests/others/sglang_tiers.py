@@ -181,6 +181,7 @@ class TieredSglangAdapter(SglangAdapter):
         (full,) = tree.components.values()
         full._full_kv_pool_host = host
         tree.tree_core.set_hicache_enabled()
+        tree.is_write_back = policy == "write_back"
         tree.write_through_threshold = 1 if policy == "write_through" else 2
         tree.load_back_threshold = 1  # it is 10 tokens otherwise
 
@@ -306,3 +307,10 @@ class SelectiveSglangAdapter(TieredSglangAdapter):
     """Adapter that stores blocks when they are found for the second time."""
 
     WRITE_POLICY = "write_through_selective"
+
+
+class WriteBackSglangAdapter(TieredSglangAdapter):
+    """Adapter that stores blocks when they are evicted, and waits for that."""
+
+    WRITE_POLICY = "write_back"
+    tiers = TieredSglangAdapter.tiers.but(stores_evicted=True)

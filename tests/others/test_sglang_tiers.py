@@ -9,7 +9,12 @@ import pytest
 
 from pytest_roseinfer import Divergence, conformance, settings
 from tests.others.fetch import FOLDER
-from tests.others.sglang_tiers import Copies, SelectiveSglangAdapter, TieredSglangAdapter
+from tests.others.sglang_tiers import (
+    Copies,
+    SelectiveSglangAdapter,
+    TieredSglangAdapter,
+    WriteBackSglangAdapter,
+)
 
 if TYPE_CHECKING:
     from pytest_roseinfer import CacheSpec
@@ -68,7 +73,9 @@ class _UnlocksUnderAStore(TieredSglangAdapter):
                 ongoing[ack] = type(ongoing[ack])(node, None, publish)
 
 
-@pytest.mark.parametrize("adapter", [TieredSglangAdapter, SelectiveSglangAdapter])
+@pytest.mark.parametrize(
+    "adapter", [TieredSglangAdapter, SelectiveSglangAdapter, WriteBackSglangAdapter]
+)
 def test_hierarchical_cache_conforms(adapter: type[TieredSglangAdapter]) -> None:
     tests = conformance(adapter)()
     tests.test_histories()

@@ -428,4 +428,16 @@ class WriteBackCache(TextCache):
             self.third.clear()
 
 
-RIGHT = (WriteThroughCache, ChecksumCache, LoadsAtOnceCache, WriteBackCache)
+class StoresEvictedCache(WriteBackCache):
+    """Stores a block before it evicts it, and is done with that then."""
+
+    tiers = TierTraits(stores_evicted=True)
+
+    def begin(self, move: Descent | Ascent) -> None:
+        if isinstance(move, Descent):
+            self.descend(move)
+        else:
+            super().begin(move)
+
+
+RIGHT = (WriteThroughCache, ChecksumCache, LoadsAtOnceCache, WriteBackCache, StoresEvictedCache)
