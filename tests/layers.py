@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 ENGINE_LAYERS = (
-    {"errors", "paths"},
+    {"errors", "garbage", "paths"},
     {
         "config",
         "guided",

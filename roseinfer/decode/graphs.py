@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import Counter
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from roseinfer.errors import ConfigError, RanksFailed
+from roseinfer.garbage import gc_disabled
 from roseinfer.paths import EnginePath
 from roseinfer.sampling_params import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from roseinfer.decode.slots import SlotRows
 
@@ -116,7 +115,7 @@ class StepGraphs:
             # Calls that other threads make to CUDA meanwhile must not invalidate the capture.
             mode = "thread_local"
             with (
-                _gc_disabled(),
+                gc_disabled(),  # destroying another engine's graph invalidates a capture
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode),
             ):
                 self._step(count, kind)
@@ -131,15 +130,3 @@ def _reset(graphs: _Graphs) -> None:
     for graph, _ in graphs.values():
         graph.reset()
     graphs.clear()
-
-
-@contextmanager
-def _gc_disabled() -> Iterator[None]:
-    """Disable garbage collection: destroying another engine's graph invalidates a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

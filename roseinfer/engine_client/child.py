@@ -24,7 +24,6 @@ from roseinfer.engine_client.protocol import (
     EngineInfo,
     EngineStats,
     OutputDelta,
-    freeze_gc,
     to_picklable_error,
     tokenizer_transfer_error,
 )
@@ -42,6 +41,7 @@ from roseinfer.engine_client.subprocess_client import (
 )
 from roseinfer.engine_thread import Listener
 from roseinfer.errors import RoseinferError
+from roseinfer.garbage import freeze_gc
 from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

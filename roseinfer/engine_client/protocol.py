@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 import sys
 import traceback
@@ -276,16 +275,3 @@ def tokenizer_transfer_error(error: Exception) -> ConfigError:
         f"({type(error).__name__}: {error}); save it as one that transformers loads without custom "
         "code, or serve the model from Python with AsyncLLM, which needs one process"
     )
-
-
-# Garbage collection of a server.
-
-
-def freeze_gc() -> None:
-    """Exclude all current objects from garbage collection.
-
-    Libraries leave hundreds of thousands of objects, and the objects allocated for tokens cause
-    frequent collections: traversing all objects each time takes longer than the work per token.
-    """
-    gc.collect()
-    gc.freeze()

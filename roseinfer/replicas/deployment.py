@@ -16,8 +16,8 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import LoggingConfig
 
 from roseinfer.config import set_default_environment
-from roseinfer.engine_client.protocol import freeze_gc
 from roseinfer.errors import ConfigError, RoseinferError
+from roseinfer.garbage import freeze_gc
 from roseinfer.replicas.front import ReplicaLost, is_last
 from roseinfer.server.access_log import REQUEST_LOG_KEY, RequestLogEntry
 from roseinfer.terminal import print_status

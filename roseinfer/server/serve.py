@@ -18,10 +18,10 @@ from roseinfer.cli.model_options import (
     validate_options,
 )
 from roseinfer.config import API_KEY, EngineConfig, ServerConfig, TorchrunRank
-from roseinfer.engine_client.protocol import freeze_gc
 from roseinfer.engine_client.standard_streams import queued_streams
 from roseinfer.engine_client.subprocess_client import run_engine_process
 from roseinfer.errors import ConfigError, RoseinferError
+from roseinfer.garbage import freeze_gc
 from roseinfer.terminal import print_status
 
 if TYPE_CHECKING:
