@@ -74,8 +74,8 @@ class TierTraits(Traits):
     can_fail: bool = True
     """False if each transfer succeeds, as copies to memory of the same host do."""
     stores_evicted: bool = False
-    """True if blocks may be stored in the step that evicts them, by a store that it waits for and
-    that is not listed."""
+    """True if a step may store the blocks that it evicts. ``transfers_in_flight`` lists no such
+    store, since it ends before the step does."""
 
 
 class TierMethods:
@@ -525,7 +525,7 @@ class TierContents(Observer):
     any_of = ("load_prefix",)
     conditions: ClassVar = {
         "block_loaded": "A load ends with some of its blocks, for a sequence that waits for it, or "
-        "``load_prefix`` itself waits. Required of a cache that defines ``load_prefix``.",
+        "before ``load_prefix`` returns. Required of a cache that defines ``load_prefix``.",
         "load_failed": "A load ends without any block. Required of a cache that defines "
         "``load_prefix``, unless its transfers cannot fail.",
         "load_in_part": "A load ends with some of its blocks, but not all. Required of a cache "

@@ -101,7 +101,7 @@ class Copies:
         return self._begin("store", transfers, ())
 
     def submit_host_to_device(self, transfers: list[Any], *, on_layer_done: Any, **_: Any) -> Any:
-        """Copy at once, as a forward pass waits for its loads; that it has ended is seen later."""
+        """Copy at once, since a forward pass waits for its loads. SGLang sees the end later."""
         completion = self._begin("load", transfers, on_layer_done.__self__.load_events)
         self.copies[-1].move()
         return completion
