@@ -5,11 +5,15 @@ Tensors are made on the default device, which ``with torch.device(...)`` sets.
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
 
+from roseinfer.kernels import triton
+from roseinfer.kernels.kernel import TritonKernel
 from roseinfer.kernels.triton import (
     append,
     clone,
@@ -279,3 +283,11 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "choose": (choose, ["_strip_kernel", "_advance_kernel"]),
 }
+
+
+def all_kernels() -> list[TritonKernel]:
+    """Return every kernel in Triton."""
+    found = iter_modules(triton.__path__, f"{triton.__name__}.")
+    modules = [import_module(each.name) for each in found]
+    values = {id(value): value for module in modules for value in vars(module).values()}
+    return [value for value in values.values() if isinstance(value, TritonKernel)]

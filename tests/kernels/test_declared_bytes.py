@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from pkgutil import iter_modules
-
 import pytest
 import torch
 
-from roseinfer.kernels import triton
-from roseinfer.kernels.kernel import TritonKernel
 from roseinfer.kernels.triton import linear
 from tests.interpreted import interpreted
 from tests.kernels.accessed_bytes import touched_by
-from tests.kernels.calls import CALLS
+from tests.kernels.calls import CALLS, all_kernels
 
 pytestmark = interpreted
 
@@ -28,10 +23,7 @@ def test_a_kernel_declares_what_it_touches(name: str) -> None:
 
 
 def test_every_kernel_is_among_them() -> None:
-    found = iter_modules(triton.__path__, f"{triton.__name__}.")
-    modules = [import_module(each.name) for each in found]
-    values = [value for module in modules for value in vars(module).values()]
-    names = {value.name for value in values if isinstance(value, TritonKernel)}
+    names = {kernel.name for kernel in all_kernels()}
     assert names == {kernel for _, called in CALLS.values() for kernel in called}
 
 

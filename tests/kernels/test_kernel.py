@@ -16,6 +16,7 @@ import triton.language as tl
 from roseinfer.kernels.kernel import CudaKernel, FixedLaunch, TritonKernel, kernel, numel, strides
 from roseinfer.kernels.runtime import is_interpreted, unusable_reason
 from tests.interpreted import interpreted
+from tests.kernels.calls import all_kernels
 from tests.kernels.cuda.whole_step.emulated import COMPILER
 
 if TYPE_CHECKING:
@@ -266,6 +267,13 @@ def test_traffic_is_in_bytes_and_keeps_no_activation() -> None:
     index[0] = 2
     assert callable(later)
     assert later() == 16
+
+
+def test_no_kernel_is_compiled_for_a_number_of_rows() -> None:
+    """Else a start that compiles all kernels would compile most of them three times."""
+    compiled = [kernel for kernel in all_kernels() if "rows" not in kernel.unspecialized]
+    by_number = {kernel.name for kernel in compiled if "rows" in kernel.parameters}
+    assert by_number == {"_chunk_kernel", "_gather_kernel"}  # whose rows are tensors
 
 
 def test_where_kernels_can_run() -> None:

@@ -87,7 +87,7 @@ def _gelu_kernel(x, out, x_r, o_r, N: tl.constexpr, TILE: tl.constexpr, EARLY: t
     tl.store(out + row * o_r + n, _gelu(total).to(out.dtype.element_ty), n < N)
 
 
-@kernel(BIASED_GEMM_TRAFFIC)
+@kernel(BIASED_GEMM_TRAFFIC, do_not_specialize=["rows"])
 def _whole_kernel(
     x, weight, bias, out, rows,
     x_r, w_k, w_n, o_r,
@@ -123,7 +123,7 @@ def _whole_kernel(
     )  # fmt: skip
 
 
-@kernel(GEMM_TRAFFIC)
+@kernel(GEMM_TRAFFIC, do_not_specialize=["rows"])
 def _parts_kernel(
     x, weight, out, rows,
     x_r, w_k, w_n, o_p, o_r,

@@ -268,7 +268,7 @@ def _embed_kernel(
     tl.store(normed + row * n_r + n, _rms_normalize(x.to(tl.float32), g, dtype, N, epsilon), inside)
 
 
-@kernel({"x": numel, "normed": numel, "gain": numel})
+@kernel({"x": numel, "normed": numel, "gain": numel}, do_not_specialize=["rows"])
 def _norm_kernel(
     x, gain, normed,
     x_r, n_r, epsilon, rows,
