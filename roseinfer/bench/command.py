@@ -308,6 +308,11 @@ def _add_endpoint(commands: Subparsers) -> None:
     option(
         "--in-flight", type=int_at_least(1), default=128, metavar="N", help="clients (%(default)s)"
     )
+    rate = (
+        "requests per second of all clients together (default: each sends the next one when it has "
+        "read a completion)"
+    )
+    option("--rate", type=int_at_least(1), metavar="R", help=rate)
     option("--prompt-tokens", type=int_at_least(1), default=32, metavar="N", help="%(default)s")
     option("--max-new-tokens", type=int_at_least(2), default=512, metavar="N", help="%(default)s")
     option("--seconds", type=int_at_least(1), default=60, metavar="S", help="timed (%(default)s)")

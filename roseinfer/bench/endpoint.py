@@ -7,7 +7,7 @@ import multiprocessing
 import random
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import TYPE_CHECKING, Any
@@ -125,28 +125,36 @@ _TOKENS = range(4, 256)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Requests of clients that each send one after the other."""
-
-    client: Client
-    prompt_tokens: int
-    seconds: float
-    """Time after which no request is sent; the last response is read to its end."""
-
-    def answers(self, seed: int, ends_at: float) -> list[StreamTimes]:
-        rng = random.Random(seed)
-        times = []
-        while time.monotonic() < ends_at:
-            times.append(self.client.ask(rng.choices(_TOKENS, k=self.prompt_tokens)))
-        return times
-
-
-@dataclass(frozen=True, slots=True)
 class LoadWindow:
     """Time window of a load, by ``time.monotonic``."""
 
     starts_at: float
     ends_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests of clients that each send one after the other."""
+
+    client: Client
+    clients: int
+    prompt_tokens: int
+    seconds: float
+    """Time after which no request is sent; the last response is read to its end."""
+    rate: int | None = None
+    """Requests per second of all clients together; None to send each right after the one before."""
+
+    def answers(self, number: int, window: LoadWindow) -> list[StreamTimes]:
+        """Return the completions of a client."""
+        rng = random.Random(number)
+        times: list[StreamTimes] = []
+        while True:
+            if self.rate is not None:
+                due_at = window.starts_at + (number + len(times) * self.clients) / self.rate
+                time.sleep(max(0.0, min(due_at, window.ends_at) - time.monotonic()))
+            if time.monotonic() >= window.ends_at:
+                return times
+            times.append(self.client.ask(rng.choices(_TOKENS, k=self.prompt_tokens)))
 
 
 _all_started: Barrier
@@ -158,21 +166,19 @@ def _set_barrier(barrier: Barrier) -> None:
     _all_started = barrier
 
 
-def _run_some_clients(load: Load, seeds: range) -> tuple[LoadWindow, list[StreamTimes]]:
+def _run_some_clients(load: Load, numbers: range) -> tuple[LoadWindow, list[StreamTimes]]:
     """Run some clients, each in a thread of this process, and return their completions."""
     _all_started.wait()
     starts_at = time.monotonic()
     window = LoadWindow(starts_at, starts_at + load.seconds)
-    with ThreadPoolExecutor(len(seeds)) as threads:
-        answers = threads.map(partial(load.answers, ends_at=window.ends_at), seeds)
+    with ThreadPoolExecutor(len(numbers)) as threads:
+        answers = threads.map(partial(load.answers, window=window), numbers)
         return window, [response for times in answers for response in times]
 
 
-def run_clients(
-    client: Client, *, clients: int, processes: int, prompt_tokens: int, seconds: float
-) -> tuple[LoadWindow, list[StreamTimes]]:
-    """Run ``clients`` clients for ``seconds``; return their window, and all completions."""
-    load = Load(client, prompt_tokens, seconds)
+def run_clients(load: Load, processes: int) -> tuple[LoadWindow, list[StreamTimes]]:
+    """Run a load's clients in some processes; return their window, and all completions."""
+    clients = load.clients
     groups = [range(first, clients, processes) for first in range(min(clients, processes))]
     context = multiprocessing.get_context("spawn")  # this process may have threads, and torch
     barrier = context.Barrier(len(groups))
@@ -195,6 +201,7 @@ _CONFIG_OPTIONS = (
     "url",
     "model",
     "in_flight",
+    "rate",
     "prompt_tokens",
     "max_new_tokens",
     "seconds",
@@ -214,9 +221,9 @@ class StreamedRow:
 
 def run(args: argparse.Namespace) -> Report:
     client = Client(args.url, args.model, ServerConfig().api_key, args.max_new_tokens)
-    sizes = {"processes": args.processes, "prompt_tokens": args.prompt_tokens}
-    run_clients(client, clients=args.in_flight, seconds=args.warmup_seconds, **sizes)
-    window, answers = run_clients(client, clients=args.in_flight, seconds=args.seconds, **sizes)
+    load = Load(client, args.in_flight, args.prompt_tokens, args.seconds, args.rate)
+    run_clients(replace(load, seconds=args.warmup_seconds), args.processes)
+    window, answers = run_clients(load, args.processes)
     tables = [
         Table("streamed", _TEXTS, [_streamed_row(window, answers)]),
         Table("latencies", _WAITS, _waits(answers)),

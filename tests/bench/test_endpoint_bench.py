@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from roseinfer import ConfigError
+from roseinfer.bench import endpoint
 from roseinfer.bench.__main__ import main
-from roseinfer.bench.endpoint import Client, StreamTimes
+from roseinfer.bench.endpoint import Client, Load, LoadWindow, StreamTimes
 from tests.server.served import MODEL, running
 
 if TYPE_CHECKING:
@@ -24,6 +25,49 @@ def test_tokens_within_counts_a_part_of_the_stream() -> None:
     response = StreamTimes(sent_at=0.0, chunk_times=(1.0, 2.0, 3.0, 4.0), tokens=8)
     assert response.tokens_within(1.5, 3.5) == 4
     assert response.gaps == [1.0, 1.0, 1.0]
+
+
+class FakeClock:
+    """A clock that sleeps at once, and a client whose completions take as long as they are told."""
+
+    def __init__(self, *durations: float) -> None:
+        self.now, self.sent = 0.0, list[float]()
+        self._durations = iter(durations)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def ask(self, prompt: list[int]) -> StreamTimes:  # noqa: ARG002
+        self.sent.append(self.now)
+        self.now += next(self._durations)
+        return StreamTimes(self.sent[-1], (self.now,), tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("rate", "durations", "sent"),
+    [
+        (None, [0.5, 1.5, 3.0], [0.0, 0.5, 2.0]),
+        (2, [0.5, 0.5, 0.5, 0.5], [0.5, 1.5, 2.5, 3.5]),
+        (2, [1.75, 0.5, 0.5, 0.5], [0.5, 2.25, 2.75, 3.5]),
+    ],
+    ids=["one after the other", "at a rate", "late"],
+)
+def test_requests_of_a_client(
+    monkeypatch: pytest.MonkeyPatch,
+    rate: int | None,
+    durations: list[float],
+    sent: list[float],
+) -> None:
+    """With a rate, two clients take turns, and one that is late sends at once."""
+    clock = FakeClock(*durations)
+    monkeypatch.setattr(endpoint, "time", clock)
+    load = Load(clock, clients=2, prompt_tokens=3, seconds=4.0, rate=rate)  # type: ignore[arg-type]
+    answers = load.answers(number=1, window=LoadWindow(0.0, 4.0))
+    assert clock.sent == sent
+    assert [answer.sent_at for answer in answers] == sent
 
 
 @pytest.mark.slow
