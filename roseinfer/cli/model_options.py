@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import redirect_stdout
+import threading
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from roseinfer.models.locate_model import locate
 from roseinfer.terminal import interrupts_kill, print_status
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from dataclasses import Field
 
     from roseinfer.llm import LLM
@@ -118,14 +119,51 @@ def load_llm(args: argparse.Namespace, command: str) -> LLM:
     """Load the model, and print status lines in the name of a command."""
     with redirect_stdout(sys.stderr):  # keeps prints of libraries out of the output
         print_status(f"{command}: importing torch and transformers")
-        ranks = 1 if TorchrunRank.from_env() else args.tensor_parallel_size or 1
-        with prestarted_ranks(ranks):
-            # Collections among the objects of libraries would take a tenth of the time.
-            with interrupts_kill(), gc_disabled():
+        launched = TorchrunRank.from_env() is not None
+        with prestarted_ranks(1 if launched else args.tensor_parallel_size or 1):
+            with interrupts_kill(), _quick_imports():
+                if not launched:
+                    _begin_gpu_context(args.device)
                 from roseinfer.llm import LLM
             print_status(f"{command}: loading {args.model}")
             config = parsed_fields(args, EngineConfig)
             return LLM(args.model, device=args.device, dtype=args.dtype, **config)
+
+
+_NOT_NEEDED = ("scipy", "sklearn")
+"""Libraries that transformers imports where they are installed: for losses and assisted generation,
+which no command uses. Their imports take seconds."""
+
+
+@contextmanager
+def _quick_imports() -> Iterator[None]:
+    """Import without garbage collections, which would take a tenth of the time, and without SciPy.
+
+    This is for the processes of commands. In others, more than this may use transformers.
+    """
+    hidden = [name for name in _NOT_NEEDED if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    try:
+        with gc_disabled():
+            yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
+def _begin_gpu_context(device: str | None) -> None:
+    """Begin the context of the GPU in a thread, beside the imports of this one.
+
+    What fails there fails again, with an error for the user, when the model is loaded.
+    """
+    import torch
+
+    def begin() -> None:
+        with suppress(RuntimeError):
+            if torch.cuda.is_available():
+                torch.empty(1, device=device or "cuda")
+
+    threading.Thread(target=begin, name="roseinfer GPU context", daemon=True).start()
 
 
 class Parser(argparse.ArgumentParser):

@@ -18,7 +18,6 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.cli.model_options import load_llm
-from roseinfer.engine.engine import Update
 from roseinfer.engine_client.protocol import (
     MAX_GUIDE_CHECKS,
     EngineInfo,
@@ -119,15 +118,14 @@ class ReportSender:
                 if (part := listener.part) is None:
                     part = listener.part = OutputDelta()
                     listeners.append(listener)
-                if type(update) is Update:
+                if isinstance(update, BaseException):
+                    part.count += 1
+                    part.error = update
+                else:
                     part.add(update)
                     if not listener.has_begun and part.tokens:
                         listener.has_begun = True
                         part.set_prefill_stats(update.request)
-                else:
-                    assert isinstance(update, BaseException)
-                    part.count += 1
-                    part.error = update
         if idle:
             self._wake.put(None)
         return True
