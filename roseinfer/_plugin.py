@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from roseinfer.attention.reference import paged_attention_reference as paged_attention_reference
     from roseinfer.attention.triton import load_attention_kernels as load_attention_kernels
     from roseinfer.errors import did_you_mean as did_you_mean
+    from roseinfer.garbage import gc_disabled as gc_disabled
     from roseinfer.layer_traits import LayerTraits as LayerTraits
     from roseinfer.sampling import SamplingBatch as SamplingBatch
     from roseinfer.terminal import interrupts_kill as interrupts_kill
@@ -20,6 +21,7 @@ _HOMES = {
     "LayerTraits": "roseinfer.layer_traits",
     "SamplingBatch": "roseinfer.sampling",
     "did_you_mean": "roseinfer.errors",
+    "gc_disabled": "roseinfer.garbage",
     "interrupts_kill": "roseinfer.terminal",
     "load_attention_kernels": "roseinfer.attention.triton",
     "paged_attention_reference": "roseinfer.attention.reference",

@@ -11,7 +11,8 @@ import tracemalloc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.gates.step_work import no_garbage_collected, restore_profiler
+from pytest_roseinfer.gates.step_work import restore_profiler
+from roseinfer._plugin import gc_disabled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +66,7 @@ def _allocated(prepare: Callable[[], object], step: Callable[[], object]) -> int
     """Return the most bytes that Python holds in a step beyond those that it held before."""
     prepare()
     was_on = tracemalloc.is_tracing()
-    with no_garbage_collected():
+    with gc_disabled():
         if not was_on:
             tracemalloc.start()
         try:

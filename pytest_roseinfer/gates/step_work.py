@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import sysconfig
 from abc import abstractmethod
@@ -19,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_roseinfer.gates.gate import CannotCompare
+from roseinfer._plugin import gc_disabled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -623,7 +623,7 @@ def refuse_differences(first: StepWork, second: StepWork) -> None:
 
 def _count(step: Step, own_code: OwnCode, device: str) -> StepWork:
     """Count calls in one step and tensors in another, so that neither counts the other's work."""
-    with no_garbage_collected():
+    with gc_disabled():  # it runs at random times, and finalisers count as calls
         step.prepare()
         totals = count_python_calls(step.run, own_code)
         step.prepare()
@@ -635,15 +635,3 @@ def _count(step: Step, own_code: OwnCode, device: str) -> StepWork:
         totals[group].update(counts)
     totals["counters"] = Counter({name: times - before[name] for name, times in after.items()})
     return StepWork(step.tokens, {group: dict(totals[group]) for group in GROUPS})
-
-
-@contextmanager
-def no_garbage_collected() -> Iterator[None]:
-    """Turn garbage collection off: it runs at random times, and finalisers count as calls."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

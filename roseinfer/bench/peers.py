@@ -40,12 +40,8 @@ if TYPE_CHECKING:
     from roseinfer.bench.driver import MemoryFloor, ThroughputRow
     from roseinfer.llm import LLM
 
-if TYPE_CHECKING:
     Generate = Callable[[int], int]
-
-
-if TYPE_CHECKING:
-    "Function that generates so many tokens for each prompt, and returns the number of all tokens."
+    """Function that generates so many tokens for each prompt, and returns the number of all."""
 
 
 # Work for other systems, as plain values that can be pickled for another process.

@@ -294,10 +294,7 @@ class TokenStrings(dict[int, str | None]):
 
 if TYPE_CHECKING:
     Decoder = dict[str, Any]
-
-
-if TYPE_CHECKING:
-    "JSON of a saved decoder."
+    """JSON of a saved decoder."""
 
 
 _JOINS = ("Fuse", "ByteLevel")
