@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 ENGINE_LAYERS = (
-    {"errors", "garbage", "paths"},
+    {"errors", "garbage", "imports", "paths"},
     {
         "config",
         "guided",
@@ -31,7 +31,7 @@ ENGINE_LAYERS = (
     {"decode"},
     {"engine"},
     {"distributed.follower"},
-    {"llm"},
+    {"llm", "distributed.__main__"},
     {"engine_thread"},
     {"async_llm"},
     {"cli", "server", "engine_client", "replicas", "bench", "__main__"}

@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.config import EngineConfig, TorchrunRank, require_device, require_dtype
 from roseinfer.distributed.processes import prestarted_ranks
 from roseinfer.errors import did_you_mean
-from roseinfer.garbage import gc_disabled
+from roseinfer.imports import quick_imports
 from roseinfer.models.locate_model import locate
 from roseinfer.terminal import interrupts_kill, print_status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from dataclasses import Field
 
     from roseinfer.llm import LLM
@@ -121,34 +121,13 @@ def load_llm(args: argparse.Namespace, command: str) -> LLM:
         print_status(f"{command}: importing torch and transformers")
         launched = TorchrunRank.from_env() is not None
         with prestarted_ranks(1 if launched else args.tensor_parallel_size or 1):
-            with interrupts_kill(), _quick_imports():
+            with interrupts_kill(), quick_imports():
                 if not launched:
                     _begin_gpu_context(args.device)
                 from roseinfer.llm import LLM
             print_status(f"{command}: loading {args.model}")
             config = parsed_fields(args, EngineConfig)
             return LLM(args.model, device=args.device, dtype=args.dtype, **config)
-
-
-_NOT_NEEDED = ("scipy", "sklearn")
-"""Libraries that transformers imports where they are installed: for losses and assisted generation,
-which no command uses. Their imports take seconds."""
-
-
-@contextmanager
-def _quick_imports() -> Iterator[None]:
-    """Import without garbage collections, which would take a tenth of the time, and without SciPy.
-
-    This is for the processes of commands. In others, more than this may use transformers.
-    """
-    hidden = [name for name in _NOT_NEEDED if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
-    try:
-        with gc_disabled():
-            yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
 
 
 def _begin_gpu_context(device: str | None) -> None:

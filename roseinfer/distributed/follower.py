@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from contextlib import suppress
-from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -44,6 +42,7 @@ from roseinfer.paths import EnginePath
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from roseinfer.config import EngineConfig
     from roseinfer.distributed.ranks import LeadingRank
@@ -163,10 +162,6 @@ def _exit_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         sleep(_POLL_S)
     os._exit(1)
-
-
-if __name__ == "__main__":
-    run_follower_process(Path(sys.argv[1]), *map(int, sys.argv[2:5]))
 
 
 # Rendezvous of the ranks, before any of them loads the model.

@@ -94,6 +94,6 @@ def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
 
     It ends after this process has ended, and does not receive a terminal's Ctrl-C.
     """
-    command = [sys.executable, "-m", "roseinfer.distributed.follower", str(folder)]
+    command = [sys.executable, "-m", "roseinfer.distributed", str(folder)]
     command += [str(rank), str(size), str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)

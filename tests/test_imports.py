@@ -1,4 +1,4 @@
-"""Imports of the processes of commands: what they leave out, and leave as it was."""
+"""Imports of processes that roseinfer starts: what they leave out, and leave as it was."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _FAKES = """
         (folder / (name + ".py")).write_text("")
     sys.path.insert(0, str(folder))
     {before}
-    from roseinfer.cli.model_options import _quick_imports
+    from roseinfer.imports import quick_imports
     import gc
     from importlib.util import find_spec
-    with _quick_imports():
+    with quick_imports():
         inside = [find_spec(name) is not None for name in ("scipy", "sklearn")], gc.isenabled()
     import scipy, sklearn
     print(*inside, gc.isenabled())
