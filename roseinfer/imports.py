@@ -18,9 +18,10 @@ which no command uses. Their imports take seconds."""
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import without garbage collections, which would take a tenth of the time, and without SciPy.
+    """Import without garbage collections, a tenth of the time, and without libraries not needed.
 
-    This is for processes that roseinfer starts. In others, more may use transformers.
+    Only for processes that roseinfer starts: transformers treats these libraries as not installed
+    from then on, and a user's own code may need them.
     """
     hidden = [name for name in _NOT_NEEDED if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]

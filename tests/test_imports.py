@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
+import pytest
+import torch
+
+from roseinfer.cli import model_options
 from tests.python_process import run_python
 
 _FAKES = """
@@ -36,3 +42,26 @@ def test_engine_process_begins_without_torch() -> None:
     """So what its command imports is imported quickly."""
     code = "import sys, roseinfer.engine_client.child; print('torch' in sys.modules)"
     assert run_python(code) == "False\n"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_gpu_context_begins_on_the_device(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """A failure is left to the loading of the model, which says what the user can do."""
+    begun: list[str] = []
+    unexpected: list[object] = []
+
+    def empty(_: int, *, device: str) -> None:
+        begun.append(device)
+        if fails:
+            raise RuntimeError("invalid device ordinal")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(threading, "excepthook", unexpected.append)
+    for device in (None, "cuda:9"):
+        model_options._begin_gpu_context(device)
+        for thread in threading.enumerate():
+            if thread.name == "roseinfer GPU context":
+                thread.join()
+    assert begun == ["cuda", "cuda:9"]
+    assert not unexpected

@@ -623,7 +623,7 @@ def refuse_differences(first: StepWork, second: StepWork) -> None:
 
 def _count(step: Step, own_code: OwnCode, device: str) -> StepWork:
     """Count calls in one step and tensors in another, so that neither counts the other's work."""
-    with gc_disabled():  # it runs at random times, and finalisers count as calls
+    with gc_disabled():  # collections come at random times, and finalisers count as calls
         step.prepare()
         totals = count_python_calls(step.run, own_code)
         step.prepare()

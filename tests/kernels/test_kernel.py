@@ -270,7 +270,7 @@ def test_traffic_is_in_bytes_and_keeps_no_activation() -> None:
 
 
 def test_no_kernel_is_compiled_for_a_number_of_rows() -> None:
-    """Else a start that compiles all kernels would compile most of them three times."""
+    """Else a first start would compile a GEMM for 1 row, for multiples of 16, and for others."""
     compiled = [kernel for kernel in all_kernels() if "rows" not in kernel.unspecialized]
     by_number = {kernel.name for kernel in compiled if "rows" in kernel.parameters}
     assert by_number == {"_chunk_kernel", "_gather_kernel"}  # whose rows are tensors
