@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,11 @@ _MAX_BYTES_IN_FLIGHT = 64 << 10
 """Bytes of weights in flight per program. More delayed other loads on an H200."""
 MAX_DEPTH = 2
 """Largest depth of a tile, in units of 64 inputs, with one strip of outputs."""
+_MIN_ROWS_OF_WIDE = 33
+"""Smallest number of rows with which a program may have twice as many outputs. Each program reads
+all rows: with fewer, they are a small part of what it reads."""
+_MIN_WIDE_PROGRAMS = 96
+"""Smallest number of programs of twice as many outputs that fill a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +58,20 @@ class GemmTiles:
     groups: int
     """Warpgroups of a program, with as many rows each."""
     strips: int
-    """Strips of outputs: two where one gates the other."""
+    """Strips of outputs, of gates and of what they gate."""
+    gated: bool
+    """True if the first half of the strips gates the other."""
     depth: int
     """Depth of a tile, in units of 64 inputs."""
     stages: int
     """Tiles of weights and of rows that fit at a time."""
     in_flight: int
     """Tiles of weights that are requested at a time."""
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of a program."""
+        return OUTPUTS * (self.strips // 2 if self.gated else self.strips)
 
     @property
     def rows(self) -> int:
@@ -85,7 +97,7 @@ class GemmTiles:
 
     def defines(self) -> dict[str, int]:
         named = asdict(self) | {"shared_bytes": self.shared_bytes}
-        return {name.upper(): value for name, value in named.items()}
+        return {name.upper(): int(value) for name, value in named.items()}
 
     def source(self, headers: Mapping[str, str] | None = None) -> str:
         """Return the kernel's source; ``headers`` replace its own by name."""
@@ -94,14 +106,24 @@ class GemmTiles:
 
 
 @cache
-def tiles_for(rows: int, strips: int) -> GemmTiles:
-    """Choose the tiles of a GEMM: the fastest tried on an H200."""
+def tiles_for(rows: int, strips: int, *, wide: bool = False) -> GemmTiles:
+    """Return the tiles of a GEMM: the fastest tried on an H200.
+
+    ``wide`` programs have twice as many outputs.
+    """
     padded = max(_MIN_ROWS, 1 << (rows - 1).bit_length())
     groups = 1 if padded < _MIN_ROWS_FOR_TWO_WARPGROUPS else 2
-    one = GemmTiles(padded // groups, groups, strips, MAX_DEPTH // strips, 1, 1)
+    gated, strips = strips == 2, strips * (2 if wide else 1)
+    one = GemmTiles(padded // groups, groups, strips, gated, max(1, MAX_DEPTH // strips), 1, 1)
     stages = _MAX_TILE_BYTES // one.stage_bytes
     in_flight = min(stages, _MAX_BYTES_IN_FLIGHT // one.weights_bytes)
-    return GemmTiles(one.columns, groups, strips, one.depth, stages, in_flight)
+    return replace(one, stages=stages, in_flight=in_flight)
+
+
+def _choose_tiles(rows: int, outputs: int, parts: int, strips: int) -> GemmTiles:
+    wide_programs = cdiv(outputs, 2 * OUTPUTS) * parts
+    wide = rows >= _MIN_ROWS_OF_WIDE and wide_programs >= _MIN_WIDE_PROGRAMS
+    return tiles_for(rows, strips, wide=wide)
 
 
 KERNEL = CudaKernel(
@@ -128,7 +150,8 @@ def can_stream_gemm(x: Tensor, weight: Tensor, parts: int, strips: int) -> bool:
         and is_tma_aligned(x)
         and is_tma_aligned(weight)
     )
-    return fit and KERNEL.load(tiles_for(rows, strips), x.device) is not None
+    tiles = _choose_tiles(rows, len(weight) // strips, parts, strips)
+    return fit and KERNEL.load(tiles, x.device) is not None
 
 
 def stream_gemm(
@@ -145,12 +168,12 @@ def stream_gemm(
     device's kernel.
     """
     parts, rows, outputs = out.shape
-    tiles = tiles_for(rows, strips)
+    tiles = _choose_tiles(rows, outputs, parts, strips)
     program = program or KERNEL.load(tiles, x.device)
     assert program is not None
     KERNEL.launch(
         program,
-        cdiv(outputs, OUTPUTS) * parts,
+        cdiv(outputs, tiles.outputs) * parts,
         weights=matrix_tiles(weight, OUTPUTS, tiles.depth * SIDE),
         rows=matrix_tiles(x, tiles.rows, tiles.depth * SIDE),
         out=out,

@@ -1,13 +1,13 @@
 // Linear layers of a few rows whose weights stream through shared memory.
 //
-// A program has 64 outputs of a layer (two strips of them where one gates the other) in a part of their
-// inputs. Weights are the first factor of its GEMMs, so that rows may be as few as 16. One thread fetches
+// A program has one or two strips of 64 outputs of a layer (of gates, and as many of gated values) in a part of
+// their inputs. Weights are the first factor of its GEMMs, so that rows may be as few as 16. One thread fetches
 // tiles of weights into a ring as far ahead as it has space: they depend on no other kernel, and so are in
 // flight while the previous kernel ends. Another fetches the rows when that has ended.
 
-#if !defined(COLUMNS) || !defined(GROUPS) || !defined(STRIPS) || !defined(DEPTH) || !defined(STAGES) || \
+#if !defined(COLUMNS) || !defined(GROUPS) || !defined(STRIPS) || !defined(GATED) || !defined(DEPTH) || !defined(STAGES) || \
     !defined(IN_FLIGHT) || !defined(SHARED_BYTES)
-#error "streamed.cu needs macros: COLUMNS GROUPS STRIPS DEPTH STAGES IN_FLIGHT SHARED_BYTES"
+#error "streamed.cu needs macros: COLUMNS GROUPS STRIPS GATED DEPTH STAGES IN_FLIGHT SHARED_BYTES"
 #endif
 
 #include "arithmetic.cuh"
@@ -18,6 +18,7 @@
 constexpr int OUTPUTS = 64;  // smallest number that a warpgroup's GEMM has
 constexpr int SIDE = 64;     // contiguous inputs
 constexpr int ROWS = COLUMNS * GROUPS;
+constexpr int OUTPUT_STRIPS = GATED ? STRIPS / 2 : STRIPS;  // gates come before the values that they gate
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 64;
 constexpr int WEIGHTS_BYTES = OUTPUTS * SIDE * 2, ROWS_BYTES = ROWS * SIDE * 2;  // of SIDE inputs
 constexpr int STRIP_BYTES = DEPTH * WEIGHTS_BYTES, STAGE_WEIGHTS_BYTES = STRIPS * STRIP_BYTES;
@@ -62,7 +63,8 @@ DEV void fetch_weights(const Params& p, Shared* s, WorkItem item) {
 #pragma unroll
         for (int strip = 0; strip < STRIPS; strip++)
             copy_tile(s->ring + state.stage * STAGE_BYTES + strip * STRIP_BYTES, &p.weights,
-                      item.output + strip * p.outputs, first + i * DEPTH, &s->weights_full[state.stage], evict_first);
+                      item.output + strip % OUTPUT_STRIPS * OUTPUTS + strip / OUTPUT_STRIPS * p.outputs,
+                      first + i * DEPTH, &s->weights_full[state.stage], evict_first);
         state.advance();
     }
 }
@@ -109,39 +111,42 @@ DEV void multiply(const Params& p, Shared* s, Sums* sums) {
                     sums->d[strip], describe_rows(weights + strip * STRIP_BYTES + k / 4 * WEIGHTS_BYTES + k % 4 * 32),
                     describe_rows(rows + k / 4 * ROWS_BYTES + k % 4 * 32));
         wgmma_commit();
-        // With two strips the compiler keeps no GEMM running across iterations.
+        // With several strips the compiler keeps no GEMM running across iterations.
         wgmma_wait<STRIPS == 1>();
         int finished = STRIPS == 1 ? previous : state.stage;  // by this warp
-        if ((i || STRIPS == 2) && lane == 0) mbar_arrive(&s->empty[finished]);
+        if ((i || STRIPS > 1) && lane == 0) mbar_arrive(&s->empty[finished]);
         previous = state.stage;
         state.advance();
     }
     wgmma_wait<0>();
 }
 
-// Call store(index of the sum, output, offset in `out`) for each sum of a thread: outputs `row` and
+// Call store(strip, index of the sum, output, offset in `out`) for each sum of a thread: outputs `row` and
 // `row + 8` of a warp's 16, of rows 2 * pair, and one more, of every 8.
 template <class Store>
 DEV void for_each_sum(const Params& p, WorkItem item, Store store) {
     int t = THREAD, lane = t % 32;
     int output = item.output + t % 128 / 32 * 16 + lane / 4, row = t / 128 * COLUMNS + lane % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 2; i++) {
-        int n = output + i / 2 % 2 * 8, r = row + i / 4 * 8 + i % 2;
-        if (n < p.outputs && r < p.num_rows) store(i, n, item.part * p.part_stride + r * p.row_stride + n);
-    }
+    for (int strip = 0; strip < OUTPUT_STRIPS; strip++)
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; i++) {
+            int n = output + strip * OUTPUTS + i / 2 % 2 * 8, r = row + i / 4 * 8 + i % 2;
+            if (n < p.outputs && r < p.num_rows) store(strip, i, n, item.part * p.part_stride + r * p.row_stride + n);
+        }
 }
 
 DEV void store_sums(const Params& p, WorkItem item, const Sums& sums) {
-    if (STRIPS == 2) {
-        for_each_sum(p, item, [&](int i, int, long long to) {
-            ((u16*)p.out)[to] = to_bf16(silu_mul(sums.d[0][i], sums.d[STRIPS - 1][i]));
+    if (GATED) {
+        for_each_sum(p, item, [&](int strip, int i, int, long long to) {
+            ((u16*)p.out)[to] = to_bf16(silu_mul(sums.d[strip][i], sums.d[STRIPS - OUTPUT_STRIPS + strip][i]));
         });
     } else if (p.out_is_float32) {
-        for_each_sum(p, item, [&](int i, int, long long to) { ((float*)p.out)[to] = sums.d[0][i]; });
+        for_each_sum(p, item, [&](int strip, int i, int, long long to) { ((float*)p.out)[to] = sums.d[strip][i]; });
     } else {
-        for_each_sum(p, item, [&](int i, int n, long long to) {
-            ((u16*)p.out)[to] = to_bf16(p.bias ? sums.d[0][i] + bf16_to_float(load_constant(p.bias + n)) : sums.d[0][i]);
+        for_each_sum(p, item, [&](int strip, int i, int n, long long to) {
+            float sum = sums.d[strip][i];
+            ((u16*)p.out)[to] = to_bf16(p.bias ? sum + bf16_to_float(load_constant(p.bias + n)) : sum);
         });
     }
 }
@@ -157,7 +162,7 @@ DEV void program(const Params& p, Shared* s) {
     }
     barrier_sync(0, THREADS);
     launch_next_kernel();
-    WorkItem item = {BLOCK / p.parts * OUTPUTS, BLOCK % p.parts};
+    WorkItem item = {BLOCK / p.parts * OUTPUTS * OUTPUT_STRIPS, BLOCK % p.parts};
     if (THREAD >= CONSUMERS + 32) {
         if (elect_one()) fetch_rows(p, s, item);
     } else if (THREAD >= CONSUMERS) {

@@ -86,4 +86,5 @@ def emulated(
 @cache
 def kinds() -> list[GemmTiles]:
     """Return the tiles of all numbers of rows."""
-    return [tiles_for(rows, strips) for rows in (16, 32, 64) for strips in (1, 2)]
+    kinds = [tiles_for(rows, strips) for rows in (16, 32, 64) for strips in (1, 2)]
+    return kinds + [tiles_for(64, strips, wide=True) for strips in (1, 2)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from roseinfer.kernels.cuda import streamed
 from roseinfer.kernels.cuda.streamed import tiles_for
 from tests.kernels.cuda.warpgroups.products import SHAPES, Product, emulated, kinds
 from tests.kernels.cuda.warpgroups.wrong import complaint
@@ -39,6 +40,19 @@ def nearly(got: Tensor, want: Tensor) -> bool:
 def test_products_of_few_rows(programs: Programs, kind: str, rows: int) -> None:
     product = Product(SHAPES[kind], rows)
     program = programs[tiles_for(rows, product.shape.strips)]
+    assert nearly(product.computed(program), product.expected())
+    assert not product.spoilt()
+
+
+@pytest.mark.parametrize("rows", [33, 64])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_products_of_wide_programs(
+    programs: Programs, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last program has a strip that ends in the outputs, and one without any."""
+    monkeypatch.setattr(streamed, "_MIN_WIDE_PROGRAMS", 1)
+    product = Product(SHAPES[kind], rows)
+    program = programs[tiles_for(rows, product.shape.strips, wide=True)]
     assert nearly(product.computed(program), product.expected())
     assert not product.spoilt()
 

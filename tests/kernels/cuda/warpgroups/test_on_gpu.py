@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from roseinfer import LLM, EnginePath, SamplingParams
+from roseinfer.kernels.cuda import streamed as cuda_streamed
 from roseinfer.kernels.cuda.streamed import KERNEL, can_stream_gemm
 from roseinfer.kernels.cuda.tensor_maps import supports_wgmma
 from roseinfer.kernels.triton import linear, streamed
@@ -32,10 +33,13 @@ def test_the_kernel_is_there_for_all_numbers_of_rows() -> None:
     assert all(KERNEL.load(tiles, torch.device("cuda", 0)) for tiles in kinds())
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 32, 33, 64])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_bits_of_products(in_tritons_kernels: pytest.MonkeyPatch, kind: str, rows: int) -> None:
-    del in_tritons_kernels
+def test_bits_of_products(
+    in_tritons_kernels: pytest.MonkeyPatch, kind: str, rows: int, wide: bool
+) -> None:
+    in_tritons_kernels.setattr(cuda_streamed, "_MIN_WIDE_PROGRAMS", 1 if wide else 1 << 30)
     product = Product(SHAPES[kind], rows, "cuda")
     shape = product.shape
     assert can_stream_gemm(product.x, product.weight, shape.parts, shape.strips)
