@@ -54,6 +54,9 @@ class FusedGPT2(CausalModel):
         self, model: Any, *, max_length: int | None = None, ranks: Ranks | None = None
     ) -> None:
         super().__init__(model, max_length=max_length, ranks=ranks)
+        # Tensor cores do not multiply float32: torch's GEMMs are better for any number of rows.
+        on_gpu_in_float32 = self.device.type == "cuda" and self.dtype is torch.float32
+        self._max_rows = 0 if on_gpu_in_float32 else MAX_ROWS
         if supports_wgmma(self.device, self.dtype):
             for block in model.transformer.h:
                 _make_inputs_contiguous(block.attn.c_proj)
@@ -68,7 +71,7 @@ class FusedGPT2(CausalModel):
         attention: AttentionBackend,
     ) -> torch.Tensor:
         body = self._model.transformer
-        few = len(token_ids) <= MAX_ROWS
+        few = len(token_ids) <= self._max_rows
         exchange = self.all_reduce_for(len(token_ids), attention)
         first = body.h[0].ln_1
         residual, x = embed_norm(token_ids, positions, body.wte.weight, body.wpe.weight, first)
@@ -85,7 +88,7 @@ class FusedGPT2(CausalModel):
             else:
                 out = attention.attend_last_tokens(layer, query, key, value, positions, None, ends)
                 residual, last_rows = residual[ends], None
-                few = len(residual) <= MAX_ROWS
+                few = len(residual) <= self._max_rows
             added = self.reduce_parts(self._split_k(out.flatten(1), mixer.c_proj), exchange)
             x = add_norm(residual, added, mixer.c_proj.bias, block.ln_2, exchange)
             x = _linear_layer(x, mlp.c_fc, few, activate=True)
@@ -95,7 +98,7 @@ class FusedGPT2(CausalModel):
             x = x[last_rows]
         head = self._model.lm_head.weight
         # With an odd vocabulary size, torch's GEMM has other bits.
-        uses_kernels = x.shape[0] <= MAX_ROWS or self.batch_invariant
+        uses_kernels = x.shape[0] <= self._max_rows or self.batch_invariant
         logits = linear(x, head.T) if uses_kernels else torch_linear(x, head)
         return self._model.lm_head.gather_logits(logits) if self.ranks else logits
 
@@ -103,7 +106,7 @@ class FusedGPT2(CausalModel):
         """Compute a layer without its bias, in parts that ``add_norm`` adds up, with the bias."""
         weight: torch.Tensor = layer.weight
         parts = self._num_k_splits(x.shape[0], layer)
-        if x.shape[0] > MAX_ROWS:
+        if x.shape[0] > self._max_rows:
             if not self.batch_invariant:
                 return (x @ weight)[None]
             if splits_evenly(len(weight), parts):

@@ -46,6 +46,24 @@ def test_rows_beyond_the_kernel_limit_match_transformers(
     assert_close(logits, transformers_logits(network, PROMPTS))
 
 
+def test_float32_is_multiplied_by_torch_on_a_gpu(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("linear", "split_k_linear"):
+        kernel = getattr(gpt2, name)
+
+        def counted(*args: Any, name: str = name, kernel: Any = kernel, **options: Any) -> Any:
+            calls.append(name)
+            return kernel(*args, **options)
+
+        monkeypatch.setattr(gpt2, name, counted)
+    network = tiny("gpt2", device)
+    _, logits = fused_runner(FusedGPT2, device, network).prefill(PROMPTS)
+    assert_close(logits, transformers_logits(network, PROMPTS))
+    assert set(calls) == ({"linear", "split_k_linear"} if device == "cpu" else set())
+
+
 def test_random_biases_and_norms_match_transformers(device: str) -> None:
     """Tiny models have trivial ones: biases of 0 and gains of 1."""
     network = tiny("gpt2", device)
