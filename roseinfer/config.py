@@ -217,8 +217,8 @@ class EngineConfig:
     )
     prompt_rows: int | None = setting(
         None,
-        "prompt tokens of a step, at most, that are stored as rows of a decode step, so that a "
-        "CUDA graph can be replayed",
+        "prompt tokens, at most, that one launch stores as rows of a decode step, so that a CUDA "
+        "graph can be replayed",
         unset="128 where decode steps are CUDA graphs, else 0",
         minimum=0,
         maximum=1 << 10,

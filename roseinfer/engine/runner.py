@@ -57,33 +57,47 @@ if TYPE_CHECKING:
 _MAX_TOKENS_READ = 300_000
 """Most tokens whose keys and values the rows of a step read. Each row reads those of all previous
 tokens of its sequence by itself, where a kernel for prompts reads them once."""
+_MAX_LAUNCHES = 4
+"""Most launches of rows for the prompts of a step. A forward pass waits for the host, which
+launches its kernels one by one: on an H200 for as long as four launches of a graph and more."""
+_MAX_BYTES_READ = 40 << 30
+"""Most bytes of weights that several launches read, each all of them. With 16 GB of weights, three
+launches took longer than a forward pass on an H200, and two did not."""
 
 
 class PromptRows:
     """The rows for the prompts of a step, if few tokens are left that need only what rows have."""
 
-    def __init__(self, rows: MultiTokenDecode, most: int) -> None:
+    def __init__(self, rows: MultiTokenDecode, most: int, weight_bytes: int) -> None:
         self._rows = rows
         self._max_tokens = most
+        self._max_launches = max(1, min(_MAX_LAUNCHES, _MAX_BYTES_READ // weight_bytes))
 
     @property
     def tokens(self) -> Tensor:
         """Tokens chosen by the last step, one for each row, on the device."""
         return self._rows.tokens
 
-    def can_launch(self, chunks: Sequence[tuple[Request, int]]) -> bool:
-        if not 0 < sum(count for _, count in chunks) <= self._max_tokens:
-            return False
-        tokens_read = 0
+    def launches(self, chunks: Sequence[tuple[Request, int]]) -> list[list[tuple[Request, int]]]:
+        """Return the chunks of each launch; none if a forward pass is needed, or faster."""
+        launches: list[list[tuple[Request, int]]] = []
+        left = tokens_read = 0
         for request, count in chunks:
             tokens_read += count * (request.sequence.num_stored + count)
             if (
-                request.guide is not None
+                count > self._max_tokens
+                or request.guide is not None
                 or request.params.has_penalties
                 or request.needs_prompt_logprobs
             ):
-                return False
-        return tokens_read <= _MAX_TOKENS_READ
+                return []
+            if count > left:
+                launches.append([])
+                left = self._max_tokens
+            launches[-1].append((request, count))
+            left -= count
+        few = len(launches) <= self._max_launches and tokens_read <= _MAX_TOKENS_READ
+        return launches if few else []
 
     def launch(
         self, chunks: Sequence[tuple[Request, int]]
@@ -349,19 +363,18 @@ class StepRunner:
         self._drafted_rows: MultiTokenDecode | None = None
         self._prompt_rows: PromptRows | None = None
         device = sequence_runner.kv.device
+        model = sequence_runner.model
         if resident is not None:
             for path, (most, captured) in span_rows(config, graphs=resident.uses_graphs).items():
                 new_rows = MultiTokenDecode(
-                    sequence_runner.model,
-                    sequence_runner.attention,
-                    most,
-                    path,
-                    captured_rows=captured,
+                    model, sequence_runner.attention, most, path, captured_rows=captured
                 )
                 if path is EnginePath.DRAFT_VERIFICATION:
                     self._drafted_rows = new_rows
                 else:
-                    self._prompt_rows = PromptRows(new_rows, most)
+                    self._prompt_rows = PromptRows(
+                        new_rows, most, model.num_weights * model.dtype.itemsize
+                    )
         rows = _most_rows(config)
         self._tokens = Readback(rows, torch.int64, device)
         self._token_sampler = TokenSampler(sequence_runner.staging, rows)
@@ -383,8 +396,10 @@ class StepRunner:
             if drafted:
                 flights.append(self._launch_drafted(drafted, self._drafted_rows))
         chunks = step.chunks
-        if self._prompt_rows is not None and not others and self._prompt_rows.can_launch(chunks):
-            flights += self._launch_in_rows(chunks, self._prompt_rows)
+        in_rows = self._prompt_rows.launches(chunks) if self._prompt_rows and not others else []
+        if in_rows:
+            for launch in in_rows:
+                flights += self._launch_in_rows(launch)
         elif others or chunks:
             if self.on_drafts_verified is not None:
                 chunks = [*((each, 1) for each in others if each.drafts), *chunks]
@@ -462,10 +477,10 @@ class StepRunner:
         callback = self.on_drafts_verified
         return callback if callback and any(request.drafts for request in requests) else None
 
-    def _launch_in_rows(
-        self, chunks: Sequence[tuple[Request, int]], prompt_rows: PromptRows
-    ) -> list[TokensInFlight | PromptLogprobsInFlight]:
+    def _launch_in_rows(self, chunks: Sequence[tuple[Request, int]]) -> list[TokensInFlight]:
         """Store prompts as rows, and choose the next token of each complete one."""
+        prompt_rows = self._prompt_rows
+        assert prompt_rows is not None
         complete, rows, arrival, logprobs = prompt_rows.launch(chunks)
         if not complete:
             return []

@@ -61,6 +61,36 @@ def test_unsupported_requests_are_prefilled_as_usual(device: str) -> None:
     assert llm.engine.path_counts[IN_ROWS] == 1
 
 
+@pytest.mark.parametrize(
+    ("lengths", "launches"),
+    [((7, 9), 1), ((7, 10), 2), ((9, 8, 8, 16), 3), ((9,) * 4, 4), ((9,) * 5, 0), ((3, 17), 0)],
+)
+def test_prompts_of_a_step_take_few_launches(
+    device: str, lengths: tuple[int, ...], launches: int
+) -> None:
+    """Each has whole prompts, 16 tokens at most; a forward pass stores more than four have."""
+    rows, plain = (with_rows(device, each, prefix_cache=False) for each in (16, 0))
+    prompts = [[1 + at + 5 * length for at in range(length)] for length in lengths]
+    actual, expected = (
+        [each.token_ids for each in llm.generate(prompts, greedy(6), progress=False)]
+        for llm in (rows, plain)
+    )
+    assert actual == expected
+    assert rows.engine.path_counts[IN_ROWS] == launches
+
+
+@pytest.mark.parametrize(("lengths", "launches"), [((16,), 1), ((7, 10), 2), ((9, 9, 9), 0)])
+def test_launches_of_a_large_model_read_its_weights_twice_at_most(
+    device: str, lengths: tuple[int, ...], launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = with_rows(device).engine.sequence_runner.model
+    monkeypatch.setattr(runner, "_MAX_BYTES_READ", 2 * model.num_weights * model.dtype.itemsize)
+    llm = with_rows(device, 16, prefix_cache=False)
+    prompts = [[1 + at + 5 * length for at in range(length)] for length in lengths]
+    llm.generate(prompts, greedy(2), progress=False)
+    assert llm.engine.path_counts[IN_ROWS] == launches
+
+
 def test_rows_are_used_while_they_read_few_tokens(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,18 +72,23 @@ MUTANTS = (
         "penalties-forgotten-in-rows",
         "Prompts with penalties are stored as rows, which apply none.",
         _PROMPTS,
-        "PromptRows.can_launch",
+        "PromptRows.launches",
         """
         if (
-            request.guide is not None
+            count > self._max_tokens
+            or request.guide is not None
             or request.params.has_penalties
             or request.needs_prompt_logprobs
         ):
-            return False
+            return []
         """,
         """
-        if request.guide is not None or request.needs_prompt_logprobs:
-            return False
+        if (
+            count > self._max_tokens
+            or request.guide is not None
+            or request.needs_prompt_logprobs
+        ):
+            return []
         """,
     ),
 )
