@@ -1,7 +1,7 @@
 """Growth of the memory that Python allocates in a step, from short contexts to long ones.
 
-A step that copies a list of all tokens makes no more calls for a longer context, so counts do not
-show it. Its bytes do: they are measured at two lengths, and need no baseline.
+A step that copies a list of all tokens makes no more calls for a longer context, so counts of calls
+miss it. The bytes that it allocates grow: they are compared at two lengths, without a baseline.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _RUNS = 3
-"""Steps at each length, of which the one that allocates least counts: some of them enlarge a list
-that grows with the context, and most do not."""
+"""Steps at each length. The one that allocates least counts, since now and then a list that grows
+with the context is enlarged."""
 
 
 @dataclass(frozen=True, slots=True)

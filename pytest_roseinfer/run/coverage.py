@@ -83,8 +83,7 @@ class Turn(NamedTuple):
     name: str
     examples: int
     first_setting: int = 0
-    """Index of the settings of the path that the simplest example has; beyond the last is the first
-    again."""
+    """Index of the path's settings that the simplest example has, modulo their number."""
 
 
 def finds_prefixes(adapter: type[Adapter]) -> bool:
@@ -256,18 +255,20 @@ class TargetCoverage:
         if not current_settings.require_paths or tries > max_tries or self.failed:
             return []
         short = {
-            name for name in self.names_below_required(since) if not tries or self._goes_on(name)
+            name
+            for name in self.names_below_required(since)
+            if not tries or self._stays_missing(name)
         }
         part = current_settings.part
         paths = [name for name in part.share_of([*self.paths]) if name in short]
         for_conditions = [None] if short.intersection(self.conditions) else []
         return [*paths, *part.share_of(for_conditions)]
 
-    def _goes_on(self, name: str) -> bool:
+    def _stays_missing(self, name: str) -> bool:
         """Return True if a path or condition needs more than its first further turns."""
-        most = _MAX_TRIES_PER_EXAMPLE * settings.current().examples
-        to_a_fact = most >= self.conclusive(name)
-        return bool(self.counts[name]) or (to_a_fact and self.is_inconclusive(name))
+        max_tries = _MAX_TRIES_PER_EXAMPLE * settings.current().examples
+        can_conclude = max_tries >= self.conclusive(name)
+        return bool(self.counts[name]) or (can_conclude and self.is_inconclusive(name))
 
     def is_inconclusive(self, name: str) -> bool:
         """Return True if too few examples were eligible for the verdict "never reached"."""
@@ -452,9 +453,9 @@ def split_examples(adapter: type[Adapter], examples: int, of_a_turn: int) -> lis
 
 
 _LONG = 60.0
-"""Seconds of a search whose length is announced."""
+"""Shortest length of a search that is announced, in seconds."""
 _TRIED_SECONDS = 15.0
-"""Seconds of a search from which its length is told."""
+"""Seconds of a search after which its length is estimated."""
 
 
 class SearchDuration:
@@ -467,14 +468,14 @@ class SearchDuration:
         noun: str,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``examples`` is the number of examples of the search; ``noun`` is what they are."""
+        """``examples`` is the number of examples of the search; ``noun`` names them."""
         self._target, self._noun = target, noun
         self._examples, self._tried = examples, 0
         self._clock, self._began = clock, clock()
         self._announced = False
 
     def note(self, examples: int) -> None:
-        """Count further examples as tried; announce the length once it can be told."""
+        """Count further examples as tried; announce the length once it can be estimated."""
         self._tried += examples
         elapsed = self._clock() - self._began
         total = elapsed * self._examples / self._tried
