@@ -64,7 +64,7 @@ class EnginePath(StrEnum):
     DRAFT_VERIFICATION = "engine_verified"
     """A step that verifies drafts: one row per draft token, and one for the token before them."""
     PROMPTS_AS_ROWS = "engine_in_rows"
-    """A step of short prompts, with one row per token."""
+    """A launch of short prompts, with one row per token; a step may have several."""
     DRAFTED = "engine_drafted"
     """Draft tokens stored for verification."""
     ACCEPTED = "engine_accepted"

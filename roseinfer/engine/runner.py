@@ -59,10 +59,11 @@ _MAX_TOKENS_READ = 300_000
 tokens of its sequence by itself, where a kernel for prompts reads them once."""
 _MAX_LAUNCHES = 4
 """Most launches of rows for the prompts of a step. A forward pass waits for the host, which
-launches its kernels one by one: on an H200 for as long as four launches of a graph and more."""
+launches its kernels one by one: on an H200 at least as long as four launches of a graph take."""
 _MAX_BYTES_READ = 40 << 30
-"""Most bytes of weights that several launches read, each all of them. With 16 GB of weights, three
-launches took longer than a forward pass on an H200, and two did not."""
+"""Most bytes of weights that the launches of a step read; each launch reads all weights. With 16
+GB of weights, two launches took less time than a forward pass on an H200, and three took more
+where the host was quick."""
 
 
 class PromptRows:
@@ -78,8 +79,10 @@ class PromptRows:
         """Tokens chosen by the last step, one for each row, on the device."""
         return self._rows.tokens
 
-    def launches(self, chunks: Sequence[tuple[Request, int]]) -> list[list[tuple[Request, int]]]:
-        """Return the chunks of each launch; none if a forward pass is needed, or faster."""
+    def split_into_launches(
+        self, chunks: Sequence[tuple[Request, int]]
+    ) -> list[list[tuple[Request, int]]]:
+        """Return the chunks of each launch; empty if a forward pass is needed, or faster."""
         launches: list[list[tuple[Request, int]]] = []
         left = tokens_read = 0
         for request, count in chunks:
@@ -350,7 +353,7 @@ def span_rows(config: EngineConfig, *, graphs: bool) -> dict[EnginePath, tuple[i
 
 
 class StepRunner:
-    """A launcher of steps: one forward pass for resident requests, another for all others."""
+    """A launcher of steps: rows for residents, drafts and short prompts, or else a forward pass."""
 
     def __init__(
         self, sequence_runner: SequenceRunner, resident: ResidentDecode | None, config: EngineConfig
@@ -396,9 +399,11 @@ class StepRunner:
             if drafted:
                 flights.append(self._launch_drafted(drafted, self._drafted_rows))
         chunks = step.chunks
-        in_rows = self._prompt_rows.launches(chunks) if self._prompt_rows and not others else []
-        if in_rows:
-            for launch in in_rows:
+        launches: list[list[tuple[Request, int]]] = []
+        if self._prompt_rows is not None and not others:
+            launches = self._prompt_rows.split_into_launches(chunks)
+        if launches:
+            for launch in launches:
                 flights += self._launch_in_rows(launch)
         elif others or chunks:
             if self.on_drafts_verified is not None:

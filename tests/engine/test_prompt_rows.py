@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -22,20 +23,24 @@ def with_rows(device: str, max_prompt_rows: int = 64, **more: Any) -> LLM:
 
 @pytest.mark.sampled_cases
 @pytest.mark.parametrize(
-    "config",
+    ("max_prompt_rows", "config"),
     [
-        {},
-        {"run_ahead": 3},
-        {"run_ahead": 2, "prefill_max_tokens": 5},
-        {"prefill_max_batch_size": 1, "max_batch_size": 2},
-        {"kv_cache_tokens": 64, "block_size": 4},
-        {"prefix_cache": False, "block_size": 2},
+        (64, {}),
+        (64, {"run_ahead": 3}),
+        (64, {"run_ahead": 2, "prefill_max_tokens": 5}),
+        (64, {"prefill_max_batch_size": 1, "max_batch_size": 2}),
+        (64, {"kv_cache_tokens": 64, "block_size": 4}),
+        (64, {"prefix_cache": False, "block_size": 2}),
+        (24, {"run_ahead": 2}),
+        (24, {"kv_cache_tokens": 64, "block_size": 4}),
     ],
     ids=str,
 )
-def test_completions_are_the_same(device: str, config: dict[str, Any]) -> None:
-    """Alone and together, in chunks, after cached prefixes, and when blocks run out."""
-    rows = with_rows(device, **config)
+def test_completions_are_the_same(
+    device: str, max_prompt_rows: int, config: dict[str, Any]
+) -> None:
+    """Together, in several launches, in chunks, after cached prefixes, and when blocks run out."""
+    rows = with_rows(device, max_prompt_rows, **config)
     plain = with_rows(device, max_prompt_rows=0, **config)
     for _ in range(2):
         actual = rows.generate(TEXTS, PARAMS, progress=False)
@@ -68,7 +73,7 @@ def test_unsupported_requests_are_prefilled_as_usual(device: str) -> None:
 def test_prompts_of_a_step_take_few_launches(
     device: str, lengths: tuple[int, ...], launches: int
 ) -> None:
-    """Each has whole prompts, 16 tokens at most; a forward pass stores more than four have."""
+    """A launch has whole prompts, 16 tokens together at most; a fifth is a forward pass instead."""
     rows, plain = (with_rows(device, each, prefix_cache=False) for each in (16, 0))
     prompts = [[1 + at + 5 * length for at in range(length)] for length in lengths]
     actual, expected = (
@@ -111,22 +116,31 @@ def test_rows_are_used_while_they_read_few_tokens(
     assert rows_for([[54, 55, 56, 57], [58, 59, 60, 61, 62, 63]]) == 0, "16 and 36 together"
 
 
-def test_interrupted_step_leaves_no_row(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing_launch", [1, 2])
+def test_interrupted_step_leaves_no_row(
+    device: str, failing_launch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A leftover row would store its token again in the next step, in another request's block."""
-    llm = with_rows(device)
+    llm = with_rows(device, 16, prefix_cache=False)
     expected = llm.generate(TEXTS, greedy(8), progress=False)
     assert llm.engine._runner._prompt_rows is not None
     rows = llm.engine._runner._prompt_rows._rows._rows
+    put_rows, launches = rows.put_rows, count(1)
 
-    def fail_once(*_: Any) -> None:
-        monkeypatch.undo()
-        raise MemoryError("no room")
+    def fail_once(*arguments: Any) -> None:
+        if next(launches) == failing_launch:
+            monkeypatch.undo()
+            raise MemoryError("no room")
+        put_rows(*arguments)
 
     monkeypatch.setattr(rows, "put_rows", fail_once)
-    request = llm.engine.submit(llm.tokenizer.encode("b"), greedy(2))
+    texts = ["Once upon a dime", "b"][-failing_launch:]  # of 16 tokens and of one
+    requests = [llm.engine.submit(llm.tokenizer.encode(text), greedy(2)) for text in texts]
     with pytest.raises(MemoryError):
         llm.engine.step()
-    while not request.finish_reason:
+    for request in requests[:-1]:
+        llm.engine.cancel(request)
+    while not requests[-1].finish_reason:
         llm.engine.step()
     assert int(rows.active(len(rows.tokens)).sum()) == 1
     actual = llm.generate(TEXTS, greedy(8), progress=False)

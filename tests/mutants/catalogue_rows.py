@@ -72,7 +72,7 @@ MUTANTS = (
         "penalties-forgotten-in-rows",
         "Prompts with penalties are stored as rows, which apply none.",
         _PROMPTS,
-        "PromptRows.launches",
+        "PromptRows.split_into_launches",
         """
         if (
             count > self._max_tokens

@@ -42,11 +42,11 @@ _MAX_BYTES_IN_FLIGHT = 64 << 10
 """Bytes of weights in flight per program. More delayed other loads on an H200."""
 MAX_DEPTH = 2
 """Largest depth of a tile, in units of 64 inputs, with one strip of outputs."""
-_MIN_ROWS_OF_WIDE = 33
+_MIN_WIDE_ROWS = 33
 """Smallest number of rows with which a program may have twice as many outputs. Each program reads
 all rows: with fewer, they are a small part of what it reads."""
 _MIN_WIDE_PROGRAMS = 96
-"""Smallest number of programs of twice as many outputs that fill a GPU."""
+"""Smallest number of programs of twice as many outputs: they fill most of a large GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class GemmTiles:
     groups: int
     """Warpgroups of a program, with as many rows each."""
     strips: int
-    """Strips of outputs, of gates and of what they gate."""
+    """Strips of 64 outputs; those of gates and of gated values both count."""
     gated: bool
     """True if the first half of the strips gates the other."""
     depth: int
@@ -122,7 +122,7 @@ def tiles_for(rows: int, strips: int, *, wide: bool = False) -> GemmTiles:
 
 def _choose_tiles(rows: int, outputs: int, parts: int, strips: int) -> GemmTiles:
     wide_programs = cdiv(outputs, 2 * OUTPUTS) * parts
-    wide = rows >= _MIN_ROWS_OF_WIDE and wide_programs >= _MIN_WIDE_PROGRAMS
+    wide = rows >= _MIN_WIDE_ROWS and wide_programs >= _MIN_WIDE_PROGRAMS
     return tiles_for(rows, strips, wide=wide)
 
 
@@ -150,8 +150,10 @@ def can_stream_gemm(x: Tensor, weight: Tensor, parts: int, strips: int) -> bool:
         and is_tma_aligned(x)
         and is_tma_aligned(weight)
     )
+    if not fit:
+        return False
     tiles = _choose_tiles(rows, len(weight) // strips, parts, strips)
-    return fit and KERNEL.load(tiles, x.device) is not None
+    return KERNEL.load(tiles, x.device) is not None
 
 
 def stream_gemm(

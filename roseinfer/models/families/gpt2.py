@@ -35,7 +35,10 @@ With more rows the tensor cores are busy, and torch's GEMMs are better.
 
 @register_family("GPT2LMHeadModel")
 class FusedGPT2(CausalModel):
-    """GPT-2 in 7 kernels per layer and forward pass, attention included."""
+    """GPT-2 in 7 kernels per layer and forward pass, attention included.
+
+    In float32 on a GPU, torch computes its linear layers.
+    """
 
     paths = (EnginePath.FUSED,)
 

@@ -40,9 +40,10 @@ def test_rows_beyond_the_kernel_limit_match_transformers(
     device: str, max_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's GEMMs take over, for all layers or for all but the head."""
-    monkeypatch.setattr(gpt2, "MAX_ROWS", max_rows)
     network = tiny("gpt2", device)
-    _, logits = fused_runner(FusedGPT2, device, network).prefill(PROMPTS)
+    runner = fused_runner(FusedGPT2, device, network)
+    monkeypatch.setattr(runner.model, "_max_rows", max_rows)
+    _, logits = runner.prefill(PROMPTS)
     assert_close(logits, transformers_logits(network, PROMPTS))
 
 

@@ -1,12 +1,12 @@
 // Linear layers of a few rows whose weights stream through shared memory.
 //
-// A program has one or two strips of 64 outputs of a layer (of gates, and as many of gated values) in a part of
-// their inputs. Weights are the first factor of its GEMMs, so that rows may be as few as 16. One thread fetches
-// tiles of weights into a ring as far ahead as it has space: they depend on no other kernel, and so are in
+// A program computes one or two strips of 64 outputs of a layer in a part of their inputs; a gated layer has as many
+// strips of gates in addition. Weights are the first factor of its GEMMs, so that rows may be as few as 16. One thread
+// fetches tiles of weights into a ring as far ahead as it has space: they depend on no other kernel, and so are in
 // flight while the previous kernel ends. Another fetches the rows when that has ended.
 
-#if !defined(COLUMNS) || !defined(GROUPS) || !defined(STRIPS) || !defined(GATED) || !defined(DEPTH) || !defined(STAGES) || \
-    !defined(IN_FLIGHT) || !defined(SHARED_BYTES)
+#if !defined(COLUMNS) || !defined(GROUPS) || !defined(STRIPS) || !defined(GATED) || !defined(DEPTH) || \
+    !defined(STAGES) || !defined(IN_FLIGHT) || !defined(SHARED_BYTES)
 #error "streamed.cu needs macros: COLUMNS GROUPS STRIPS GATED DEPTH STAGES IN_FLIGHT SHARED_BYTES"
 #endif
 

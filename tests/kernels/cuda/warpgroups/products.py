@@ -86,5 +86,5 @@ def emulated(
 @cache
 def kinds() -> list[GemmTiles]:
     """Return the tiles of all numbers of rows."""
-    kinds = [tiles_for(rows, strips) for rows in (16, 32, 64) for strips in (1, 2)]
-    return kinds + [tiles_for(64, strips, wide=True) for strips in (1, 2)]
+    narrow = [tiles_for(rows, strips) for rows in (16, 32, 64) for strips in (1, 2)]
+    return narrow + [tiles_for(64, strips, wide=True) for strips in (1, 2)]

@@ -49,7 +49,7 @@ def test_products_of_few_rows(programs: Programs, kind: str, rows: int) -> None:
 def test_products_of_wide_programs(
     programs: Programs, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last program has a strip that ends in the outputs, and one without any."""
+    """Some last programs have a strip that is cut, or one beyond the outputs."""
     monkeypatch.setattr(streamed, "_MIN_WIDE_PROGRAMS", 1)
     product = Product(SHAPES[kind], rows)
     program = programs[tiles_for(rows, product.shape.strips, wide=True)]
