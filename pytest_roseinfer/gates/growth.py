@@ -63,7 +63,7 @@ def measure_growth(
 
 
 def _allocated(prepare: Callable[[], object], step: Callable[[], object]) -> int:
-    """Return the most bytes that Python holds in a step beyond those that it held before."""
+    """Return the peak of the bytes that Python allocates in a step, above those before it."""
     prepare()
     was_on = tracemalloc.is_tracing()
     with gc_disabled():

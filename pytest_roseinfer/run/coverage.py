@@ -76,7 +76,7 @@ _Example = TypeVar("_Example", "History", "RequestMix")
 
 
 class Turn(NamedTuple):
-    """One of the searches of a test."""
+    """A search of a test, with its own aim and number of examples."""
 
     aim: str | None
     """Path to aim at; None for any."""
@@ -150,7 +150,7 @@ class TargetCoverage:
     batches: Counter[str] = field(default_factory=Counter)
     """Number of batches of each kind that this cache can have, in drawn histories."""
     conclusive_examples: dict[str, int] = field(default_factory=dict)
-    """As ``CONCLUSIVE_EXAMPLES``, for the conditions that fewer examples are enough for."""
+    """Number of conclusive examples by condition, where it is not ``CONCLUSIVE_EXAMPLES``."""
     histories: int = 0
     seconds: float = 0.0
     """Seconds that its searches took, summed over workers."""
@@ -419,7 +419,7 @@ def name_of(adapter: type[Adapter]) -> str:
 
 
 def split_examples(adapter: type[Adapter], examples: int, of_a_turn: int) -> list[Turn]:
-    """Divide examples among searches, and return those of this part of the test.
+    """Divide the examples of a test among searches; return the searches of this part of it.
 
     Paths take turns, so that a bug on the last path is found before all examples of the others have
     run. For the same reason, each other path has one example after the first turn of the first

@@ -131,9 +131,9 @@ def load_llm(args: argparse.Namespace, command: str) -> LLM:
 
 
 def _begin_gpu_context(device: str | None) -> None:
-    """Begin the context of the GPU in a thread, beside the imports of this one.
+    """Create the GPU's context in a thread while the caller imports libraries.
 
-    What fails there fails again, with an error for the user, when the model is loaded.
+    An error there is raised again, in words for the user, when the model is loaded.
     """
     import torch
 
