@@ -11,6 +11,7 @@ import torch
 
 from roseinfer.errors import ConfigError, RanksFailed
 from roseinfer.garbage import gc_disabled
+from roseinfer.kernels.kernel import compile_in_parallel
 from roseinfer.paths import EnginePath
 from roseinfer.sampling_params import MAX_TOP_LOGPROBS
 
@@ -78,10 +79,16 @@ class StepGraphs:
         ``ConfigError`` if ``required``, and otherwise logs a warning and returns False.
         """
         before = Counter(self._path_counts)
+        steps = [
+            (count, StepKind(greedy))
+            for count in sorted(sizes, reverse=True)
+            for greedy in (True, False)
+        ]
         try:
-            for count in sorted(sizes, reverse=True):
-                for greedy in (True, False):
-                    self._capture(count, StepKind(greedy))
+            if self._rows.ranks is None:
+                self._compile(steps)
+            for step in steps:
+                self._capture(*step)
         except (torch.OutOfMemoryError, RanksFailed):
             raise
         except RuntimeError as error:
@@ -104,6 +111,15 @@ class StepGraphs:
         graph, counts = self._graphs[count, kind]
         graph.replay()
         self._path_counts.update(counts)
+
+    def _compile(self, steps: Sequence[tuple[int, StepKind]]) -> None:
+        """Compile the kernels of these steps at the same time."""
+        before = Counter(self._path_counts)
+        with self._rows.all_padding():
+            device = self._rows.tokens.device
+            compile_in_parallel(lambda: [self._step(*step) for step in steps], device)
+        self._path_counts.clear()
+        self._path_counts.update(before)
 
     def _capture(self, count: int, kind: StepKind) -> None:
         graph = torch.cuda.CUDAGraph()

@@ -16,7 +16,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import cache, lru_cache, partial
 from inspect import signature
 from operator import itemgetter
@@ -32,6 +36,7 @@ from roseinfer.kernels.cuda.toolchain import (
     compile_cached,
     pdl_launch,
 )
+from roseinfer.kernels.runtime import is_interpreted, unusable_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -97,6 +102,57 @@ def numel(own: Tensor | None) -> int:
 
 def _to_bytes(elements: Amount, size: int) -> Amount:
     return elements * size if isinstance(elements, int) else lambda: elements() * size
+
+
+# Compiling the kernels of a start at the same time: each by itself takes up to a second.
+
+
+class _Mode(threading.local):
+    """Mode of a thread."""
+
+    compiles_only = False
+
+    def __init__(self) -> None:
+        self.compiled: set[TritonKernel] = set()
+        """Kernels in Triton whose compilation has begun in the thread's last pass."""
+
+
+_MODE = _Mode()
+
+
+def compiles_only() -> bool:
+    """Return True inside ``compile_in_parallel``, where kernels are not launched."""
+    return _MODE.compiles_only
+
+
+def compile_in_parallel(work: Callable[[], object], device: torch.device) -> None:
+    """Compile the kernels that ``work`` launches, those in Triton in parallel; launch none.
+
+    ``work`` reads outputs that no kernel has written, so it must decide nothing by their values.
+    It is not called where nothing is compiled: without a GPU, and under Triton's interpreter.
+    """
+    if device.type != "cuda" or unusable_reason(device) or is_interpreted():
+        return
+    _MODE.compiled.clear()
+    try:
+        # Triton leaves its mode on if a kernel cannot be compiled.
+        copy_context().run(_compile_in_parallel, work)
+    except BaseException:
+        for each in _MODE.compiled:  # else a launch would get the same failure again
+            each.jit.device_caches.clear()
+        raise
+
+
+def _compile_in_parallel(work: Callable[[], object]) -> None:
+    from triton import AsyncCompileMode
+
+    num_threads = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(num_threads) as pool, AsyncCompileMode(pool):
+        _MODE.compiles_only = True
+        try:
+            work()
+        finally:
+            _MODE.compiles_only = False
 
 
 # Kernels in Triton.
@@ -174,6 +230,8 @@ class TritonKernel(Kernel):
     ) -> Any:
         """Launch on the device of the first tensor; return the compiled kernel.
 
+        That is None where the kernel is interpreted, and where it is only compiled.
+
         With ``pdl``, a kernel that can start early does so, where GPUs support it.
         """
         return self.launch_in_order(grid, self.in_order(arguments), num_warps, pdl=pdl)
@@ -186,7 +244,11 @@ class TritonKernel(Kernel):
         options, one_of_several = self._options(num_warps, device, pdl)
         if one_of_several and device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return self.jit[grid](*values, **options)
+                return self.launch_in_order(grid, values, num_warps, pdl=pdl)
+        if _MODE.compiles_only:
+            _MODE.compiled.add(self)
+            self.jit.warmup(*values, grid=grid, **options)
+            return None
         return self.jit[grid](*values, **options)
 
     def _launch_options(
@@ -217,9 +279,10 @@ class FixedLaunch:
     """
 
     def __init__(self, kernel: TritonKernel, num_warps: int, fixed: Arguments) -> None:
-        from triton import knobs
+        from triton import FutureKernel, knobs
         from triton.runtime import driver
 
+        self._future = FutureKernel
         self._kernel, self._num_warps = kernel, num_warps
         count = len(kernel.parameters) - len(fixed)
         self.names = kernel.parameters[:count]
@@ -248,13 +311,15 @@ class FixedLaunch:
             pointer_bits |= tensor.data_ptr()
         aligned = pointer_bits % 16 == 0
         key = (first.dtype, tensors[-1].dtype, device)
-        compiled = self._compiled.get(key) if aligned else None
+        compiled = self._compiled.get(key) if aligned and not _MODE.compiles_only else None
         if compiled is None:
             compiled = self._kernel.launch_in_order(grid, (*values, *self._last), self._num_warps)
-            names = ("run", "function", "packed_metadata")  # not every version of Triton has them
-            known = compiled is not None and all(hasattr(compiled, name) for name in names)
-            if aligned and known:  # the interpreter compiles nothing
-                self._compiled[key] = compiled
+            if aligned and compiled is not None:  # the interpreter compiles nothing
+                if isinstance(compiled, self._future):  # another thread compiles it meanwhile
+                    compiled = compiled.result()
+                # Not every version of Triton has all of these.
+                if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
+                    self._compiled[key] = compiled
         elif self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
             compiled[grid](*values, *self._last)  # for hooks, such as a profiler's
         else:
@@ -364,6 +429,8 @@ class CudaKernel(Kernel):
         for at in self._maps:
             values[at] = encode_map(program.encode, values[at].matrix)
         params = self.params(*values)
+        if _MODE.compiles_only:
+            return
         if _launch_hooks_are_set():
             with _notify_launch_hooks(self.name, traffic or partial(self._pairs, arguments)):
                 program.launch(params, programs)

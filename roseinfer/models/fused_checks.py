@@ -14,10 +14,11 @@ import torch
 
 from roseinfer.attention.backend import AttentionBackend, ResidentBatch
 from roseinfer.attention.reference import attend
+from roseinfer.kernels.kernel import compile_in_parallel
 from roseinfer.models.load_checks import differ_by_rounding, is_close, trial_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -41,6 +42,12 @@ class _SingleSequenceAttention(AttentionBackend):
         return attend(query, keys, values, self.traits[layer]).contiguous()
 
 
+def _compile_first(model: CausalModel, work: Callable[[], object]) -> None:
+    """Compile the kernels of a check at the same time, before it needs one after the other."""
+    if not model.ranks:
+        compile_in_parallel(work, model.device)
+
+
 _SECOND_TRIAL_TOKENS = 32
 
 
@@ -55,6 +62,7 @@ def matches_modules(fused: CausalModel) -> bool:
     positions = torch.arange(len(tokens), device=fused.device)
     positions[len(tokens) // 2 :] += fused.shape.max_length - len(tokens)
     attention = _SingleSequenceAttention(fused.traits)
+    _compile_first(fused, lambda: fused.logits(tokens, positions, None, attention))
     if is_close(*fused.fused_and_module_logits(tokens, positions, attention)):
         return True
     num_tokens = min(_SECOND_TRIAL_TOKENS, fused.shape.max_length)
@@ -93,6 +101,9 @@ _BATCH_SIZES = (
     *range(640, 2049, 128), 1000, 1023, 1500,
 )  # fmt: skip
 """Batch sizes that change GEMMs to other tiles or to torch's, and some in between."""
+_SIZES_COMPILED_FIRST = (1, 2, 16, 32, 64, 96)
+"""Batch sizes whose kernels are compiled at the same time. Most other sizes have the same ones, or
+torch's."""
 _MAX_BATCH_ROWS = 1 << 14
 _SAMPLED_BLOCKS = 16
 """Small batches that are compared among the rows after ``_MAX_ROWS_WITH_LOGITS``."""
@@ -124,6 +135,8 @@ def is_batch_invariant(model: CausalModel, max_rows: int) -> bool:
     """
     num_rows = min(max_rows, _MAX_BATCH_ROWS)
     tokens = torch.arange(num_rows, device=model.device) * 7 % model.shape.vocab_size
+    small = [size for size in _SIZES_COMPILED_FIRST if size <= num_rows]
+    _compile_first(model, lambda: [_digests(model, tokens, 0, rows) for rows in small])
     blocks = [(begin, min(begin + _SMALL_BATCH_ROWS, num_rows)) for begin in _compared(num_rows)]
     parts = [_digests(model, tokens, *block) for block in blocks]
     inner, logits = (torch.cat(each) for each in zip(*parts, strict=True))

@@ -5,15 +5,28 @@ from __future__ import annotations
 import ctypes
 import gc
 import subprocess
+import threading
 import weakref
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import triton.language as tl
+from triton import FutureKernel
+from triton.runtime._async_compile import active_mode
 
-from roseinfer.kernels.kernel import CudaKernel, FixedLaunch, TritonKernel, kernel, numel, strides
+from roseinfer.kernels.kernel import (
+    CudaKernel,
+    FixedLaunch,
+    TritonKernel,
+    compile_in_parallel,
+    compiles_only,
+    kernel,
+    numel,
+    strides,
+)
 from roseinfer.kernels.runtime import is_interpreted, unusable_reason
 from tests.interpreted import interpreted
 from tests.kernels.calls import all_kernels
@@ -65,6 +78,12 @@ class Jit:
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled
         self.launches: list[tuple[Any, ...]] = []
+        self.compilations: list[tuple[Any, ...]] = []
+        self.device_caches: dict[int, str] = {}
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], num_warps: int) -> None:
+        assert (grid, num_warps) == (GRID, 4)
+        self.compilations.append(args)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def launch(*args: Any, num_warps: int) -> Any:
@@ -109,6 +128,95 @@ def test_both_ways_are_handed_the_same(monkeypatch: pytest.MonkeyPatch, values: 
     assert str(by_private) == str(by_public) == str([GRID, (*values, 5, 7, 11)])
     (first,) = jit.launches
     assert str(first) == str((*values, 5, 7, 11))
+
+
+GPU = torch.device("cuda")
+
+
+def test_compile_in_parallel_launches_nothing_in_its_thread(
+    monkeypatch: pytest.MonkeyPatch, values: list[Any]
+) -> None:
+    monkeypatch.setattr("roseinfer.kernels.kernel.is_interpreted", lambda: False)
+    launches: list[tuple[Any, ...]] = []
+    fixed, jit = fixed_launch(monkeypatch, Compiled(launches), [])
+    fixed(GRID, *values)  # from here on it launches by itself what Triton has compiled
+    program = Copies()
+    arguments = {"scale": 0.5, "pitch": 7, "source": values[0], "target": None, "n": 3}
+
+    def work() -> None:
+        fixed(GRID, *values)
+        _COPY.launch(program, 4, **arguments)
+        assert (launches, program.launches) == ([], [])
+        other = threading.Thread(target=fixed, args=(GRID, *values))
+        other.start()
+        other.join()
+        assert len(launches) == 1
+
+    compile_in_parallel(work, GPU)
+    assert str(jit.compilations) == str(jit.launches)
+    fixed(GRID, *values)
+    _COPY.launch(program, 4, **arguments)
+    assert (len(launches), len(program.launches)) == (2, 1)
+
+
+def test_kernel_that_cannot_be_compiled_leaves_launches_as_they_were(
+    monkeypatch: pytest.MonkeyPatch, values: list[Any]
+) -> None:
+    """Triton 3.7 caches the failure with the kernel's variants, and raises it at each launch."""
+    monkeypatch.setattr("roseinfer.kernels.kernel.is_interpreted", lambda: False)
+    fixed, jit = fixed_launch(monkeypatch, Compiled([]), [])
+
+    def work() -> None:
+        fixed(GRID, *values)
+        jit.device_caches[0] = "a failure"
+        mode = active_mode.get()
+        assert mode is not None
+        mode.submit("a kernel", lambda: 1 // 0, print)
+
+    with pytest.raises(ZeroDivisionError):
+        compile_in_parallel(work, GPU)
+    assert not jit.device_caches
+    assert active_mode.get() is None
+    assert not compiles_only()
+
+
+def test_a_kernel_that_another_thread_compiles_is_awaited(
+    monkeypatch: pytest.MonkeyPatch, values: list[Any]
+) -> None:
+    launches: list[tuple[Any, ...]] = []
+    compiled: Future[Any] = Future()
+    compiled.set_result(Compiled(launches))
+    fixed, _ = fixed_launch(monkeypatch, FutureKernel(print, compiled), [print])
+    for _ in range(2):
+        fixed(GRID, *values)
+    assert [way for way, _, _ in launches] == ["public"]
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "reason", "interprets", "works"),
+    [
+        (GPU, "", False, True),
+        (CPU, "", False, False),
+        (GPU, "no Triton", False, False),
+        (GPU, "", True, False),
+    ],
+    ids=str,
+)
+def test_nothing_is_compiled_in_parallel_where_nothing_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    reason: str,
+    interprets: bool,
+    works: bool,
+) -> None:
+    monkeypatch.setattr("roseinfer.kernels.kernel.unusable_reason", lambda _: reason)
+    monkeypatch.setattr("roseinfer.kernels.kernel.is_interpreted", lambda: interprets)
+    calls: list[bool] = []
+    compile_in_parallel(lambda: calls.append(True), device)
+    assert calls == [True] * works
 
 
 def test_another_dtype_is_another_compiled_kernel(

@@ -9,6 +9,7 @@ import torch
 
 from roseinfer.attention.backend import ResidentBatch
 from roseinfer.kernels.cuda.whole_step import prepare_megakernel
+from roseinfer.kernels.kernel import compiles_only
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.paths import EnginePath
 
@@ -97,7 +98,7 @@ class MegakernelRunner:
             if model.max_megakernel_tokens and not model.ranks
             else None
         )
-        if row is None or len(row.tables) > 1:
+        if row is None or len(row.tables) > 1 or compiles_only():
             return None
         if self._prepared_cache is not attention.kv:
             self._prepare(attention)

@@ -14,7 +14,7 @@ from roseinfer.models.fused_checks import is_batch_invariant
 class RowModel:
     """Stand-in for a model whose rows depend on their token and position."""
 
-    device = torch.device("cpu")
+    device, ranks = torch.device("cpu"), None
     shape = SimpleNamespace(vocab_size=50, max_length=90)
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +19,9 @@ from roseinfer.kernels.cuda.whole_step import (
     source,
     unsupported_reason,
 )
+from roseinfer.kernels.kernel import compile_in_parallel
 from roseinfer.layer_traits import LayerTraits, RotaryEmbedding
+from roseinfer.models.families.whole_step import MegakernelRunner
 from tests.kernels.cuda.whole_step.small_models import small_rig, small_sizes
 
 if TYPE_CHECKING:
@@ -42,6 +45,20 @@ def test_a_ring_of_an_h200() -> None:
     assert wide.in_flight * wide.tile_bytes() == 32 << 10
     assert wide.stages >= 8 + wide.in_flight
     assert choose_ring(LLAMA_1B, 64 << 10) is None
+
+
+def test_nothing_is_decided_while_kernels_only_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial would compare unwritten outputs; this attention has no cache for one."""
+    monkeypatch.setattr("roseinfer.kernels.kernel.is_interpreted", lambda: False)
+    model: Any = SimpleNamespace(max_megakernel_tokens=9, ranks=None)
+    row = SimpleNamespace(tables=[torch.zeros(1, 3)], lengths=torch.zeros(1))
+    attention: Any = SimpleNamespace(single_row_batch=lambda: row)
+    runner = MegakernelRunner(model, pytest.fail)
+    logits: list[Any] = []
+    compile_in_parallel(
+        lambda: logits.append(runner.logits(torch.zeros(1), attention)), torch.device("cuda")
+    )
+    assert logits == [None]
 
 
 def test_sizes_are_those_of_weights() -> None:
