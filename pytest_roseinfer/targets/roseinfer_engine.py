@@ -121,6 +121,8 @@ _AIMS: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
         {**_PROMPTS_AS_ROWS, **_HYBRID},
         {**_PROMPTS_AS_ROWS, **_IN_CHUNKS},
     ],
+    # Rows for one long prompt of the simplest mix, but not for all prompts together.
+    EnginePath.PROMPTS_IN_LAUNCHES: [{**_PROMPTS_AS_ROWS, "prompt_rows": 12}],
     EnginePath.LOGPROBS: [_RESIDENT, {**_REUSED_AT_ONCE, "run_ahead": 3}],
     EnginePath.GUIDED: [_RESIDENT, _REUSED_AT_ONCE],
     EnginePath.PENALTIES: [_RESIDENT, _REUSED_AT_ONCE, _PROMPTS_AS_ROWS],
@@ -163,6 +165,7 @@ def _with_values(name: str, *values: object, **others: object) -> list[Mapping[s
 
 
 _DECODES_RESIDENT = [_RESIDENT]
+_HAS_PROMPT_ROWS = _with_values("prompt_rows", 5, 12, 30, 64, **_RESIDENT)
 _SPECULATES = [{"speculation": "ngram"}]
 _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.RESIDENT: _DECODES_RESIDENT,
@@ -177,7 +180,8 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.ACCEPTED: _SPECULATES,
     EnginePath.REJECTED: _SPECULATES,
     EnginePath.DRAFT_VERIFICATION: [_LEAVING_SLOTS],
-    EnginePath.PROMPTS_AS_ROWS: _with_values("prompt_rows", 5, 30, 64, **_RESIDENT),
+    EnginePath.PROMPTS_AS_ROWS: _HAS_PROMPT_ROWS,
+    EnginePath.PROMPTS_IN_LAUNCHES: _HAS_PROMPT_ROWS,
     EnginePath.LOGPROBS: _DECODES_RESIDENT,
     EnginePath.GUIDED: _DECODES_RESIDENT,
     EnginePath.PENALTIES: _DECODES_RESIDENT,

@@ -403,6 +403,8 @@ class StepRunner:
         if self._prompt_rows is not None and not others:
             launches = self._prompt_rows.split_into_launches(chunks)
         if launches:
+            if len(launches) > 1:
+                self._sequence_runner.path_counts[EnginePath.PROMPTS_IN_LAUNCHES] += 1
             for launch in launches:
                 flights += self._launch_in_rows(launch)
         elif others or chunks:

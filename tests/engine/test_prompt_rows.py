@@ -81,7 +81,8 @@ def test_prompts_of_a_step_take_few_launches(
         for llm in (rows, plain)
     )
     assert actual == expected
-    assert rows.engine.path_counts[IN_ROWS] == launches
+    counts = rows.engine.path_counts
+    assert (counts[IN_ROWS], counts[EnginePath.PROMPTS_IN_LAUNCHES]) == (launches, launches > 1)
 
 
 @pytest.mark.parametrize(("lengths", "launches"), [((16,), 1), ((7, 10), 2), ((9, 9, 9), 0)])

@@ -91,4 +91,22 @@ MUTANTS = (
             return []
         """,
     ),
+    _mutant(
+        "slots-take-tokens-of-the-last-launch",
+        "Prompts enter slots after all launches of rows, with tokens that the last one chose.",
+        _PROMPTS,
+        "StepRunner.launch",
+        """
+        for launch in launches:
+            flights += self._launch_in_rows(launch)
+        """,
+        """
+        launched = [self._prompt_rows.launch(launch) for launch in launches]
+        tokens, size = self._prompt_rows.tokens, self._sequence_runner.model.shape.vocab_size
+        for complete, rows, arrival, logprobs in launched:
+            if complete:
+                stay = self._assign_slots(complete, rows, tokens, size)
+                flights.append(TokensInFlight(complete, rows, arrival, logprobs, stay))
+        """,
+    ),
 )
