@@ -79,16 +79,12 @@ class StepGraphs:
         ``ConfigError`` if ``required``, and otherwise logs a warning and returns False.
         """
         before = Counter(self._path_counts)
-        steps = [
-            (count, StepKind(greedy))
-            for count in sorted(sizes, reverse=True)
-            for greedy in (True, False)
-        ]
         try:
             if self._rows.ranks is None:
-                self._compile(steps)
-            for step in steps:
-                self._capture(*step)
+                self._compile(sizes)
+            for count in sorted(sizes, reverse=True):
+                for greedy in (True, False):
+                    self._capture(count, StepKind(greedy))
         except (torch.OutOfMemoryError, RanksFailed):
             raise
         except RuntimeError as error:
@@ -112,12 +108,16 @@ class StepGraphs:
         graph.replay()
         self._path_counts.update(counts)
 
-    def _compile(self, steps: Sequence[tuple[int, StepKind]]) -> None:
-        """Compile the kernels of these steps at the same time."""
+    def _compile(self, sizes: Sequence[int]) -> None:
+        """Compile the kernels of steps of these sizes at the same time.
+
+        Greedy steps have all of them: others sample in torch.
+        """
         before = Counter(self._path_counts)
+        greedy = StepKind(greedy=True)
         with self._rows.all_padding():
             device = self._rows.tokens.device
-            compile_in_parallel(lambda: [self._step(*step) for step in steps], device)
+            compile_in_parallel(lambda: [self._step(size, greedy) for size in sizes], device)
         self._path_counts.clear()
         self._path_counts.update(before)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.decode.graphs import StepGraphs, StepKind
+from roseinfer.decode.graphs import StepGraphs
 from roseinfer.kernels.kernel import TritonKernel
 from tests.decode.residents import PROMPTS, Decoding, alone
 from tests.interpreted import interpreted
@@ -39,8 +39,7 @@ def test_compiling_steps_changes_no_sequence(monkeypatch: pytest.MonkeyPatch) ->
     decoding.step()
     before, tokens = rows._rows.clone(), rows.tokens.clone()
     counts = decoding.sessions.path_counts.copy()
-    steps = [(count, StepKind(greedy)) for count in (6, 1) for greedy in (True, False)]
-    StepGraphs(decoding.decode.steps.step, rows, decoding.sessions.path_counts)._compile(steps)
+    StepGraphs(decoding.decode.steps.step, rows, decoding.sessions.path_counts)._compile((6, 1))
     assert {"_decode_kernel", "_strip_kernel", "_advance_kernel"} <= {*skipped}
     assert torch.equal(rows._rows, before)
     assert torch.equal(rows.tokens, tokens)

@@ -103,10 +103,9 @@ def test_capture_changes_no_block_of_running_sequences(device: str, greedy: bool
     rows, tokens = slots.rows.tables(6)[0].clone(), slots.rows.tokens.clone()
     counts = decoding.sessions.path_counts.copy()
     graphs = StepGraphs(decoding.decode.steps.step, slots.rows, decoding.sessions.path_counts)
-    steps = [(count, StepKind(greedy)) for count in (1, 3, 6)]
-    graphs._compile(steps)
-    for step in steps:
-        graphs._capture(*step)
+    graphs._compile((1, 3, 6))
+    for count in (1, 3, 6):
+        graphs._capture(count, StepKind(greedy))
     torch.cuda.synchronize()
     for cache, expected in zip((kv.keys, kv.values), before, strict=True):
         assert_same_bits(cache[:, 1:], expected, "blocks of live sequences")

@@ -205,7 +205,7 @@ CPU = torch.device("cpu")
     ],
     ids=str,
 )
-def test_nothing_is_compiled_in_parallel_where_nothing_is_compiled(
+def test_work_is_left_out_where_nothing_is_compiled(
     monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
     reason: str,
