@@ -18,7 +18,7 @@ import ctypes
 import logging
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import cache, lru_cache, partial
@@ -136,18 +136,34 @@ def compile_in_parallel(work: Callable[[], object], device: torch.device) -> Non
     _MODE.compiled.clear()
     try:
         # Triton leaves its mode on if a kernel cannot be compiled.
-        copy_context().run(_compile_in_parallel, work)
+        copy_context().run(_compile_in_parallel, work, device)
     except BaseException:
         for each in _MODE.compiled:  # else a launch would get the same failure again
             each.jit.device_caches.clear()
         raise
 
 
-def _compile_in_parallel(work: Callable[[], object]) -> None:
+class _CompilerThreads(ThreadPoolExecutor):
+    """Threads that compile and load kernels; to load one, some versions of Triton compile C."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(len(os.sched_getaffinity(0)))
+        self._device = device
+
+    def submit(self, compile_one: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
+        return super().submit(self._compile_and_load, compile_one)
+
+    def _compile_and_load(self, compile_one: Callable[[], Any]) -> Any:
+        compiled = compile_one()
+        with torch.cuda.device(self._device):
+            getattr(compiled, "run", None)  # a property
+        return compiled
+
+
+def _compile_in_parallel(work: Callable[[], object], device: torch.device) -> None:
     from triton import AsyncCompileMode
 
-    num_threads = len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(num_threads) as pool, AsyncCompileMode(pool):
+    with _CompilerThreads(device) as pool, AsyncCompileMode(pool):
         _MODE.compiles_only = True
         try:
             work()

@@ -8,6 +8,8 @@ import subprocess
 import threading
 import weakref
 from concurrent.futures import Future
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -157,6 +159,39 @@ def test_compile_in_parallel_launches_nothing_in_its_thread(
     fixed(GRID, *values)
     _COPY.launch(program, 4, **arguments)
     assert (len(launches), len(program.launches)) == (2, 1)
+
+
+def test_compiled_kernels_are_loaded_by_the_thread_that_compiles_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("roseinfer.kernels.kernel.is_interpreted", lambda: False)
+    loaded: list[tuple[torch.device, threading.Thread]] = []
+
+    class Device(nullcontext[None]):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__()
+            loaded.append((device, threading.current_thread()))
+
+    class Lazy:
+        @property
+        def run(self) -> None:
+            self.loaded = True
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    kernels = [Lazy(), Lazy()]
+    ready: list[Lazy] = []
+
+    def work() -> None:
+        mode = active_mode.get()
+        assert mode is not None
+        for one in kernels:
+            mode.submit(one, partial(lambda one: one, one), ready.append)
+
+    compile_in_parallel(work, GPU)
+    assert {*ready} == {*kernels}
+    assert all(one.loaded for one in kernels)
+    assert [device for device, _ in loaded] == [GPU] * 2
+    assert threading.current_thread() not in [thread for _, thread in loaded]
 
 
 def test_kernel_that_cannot_be_compiled_leaves_launches_as_they_were(
