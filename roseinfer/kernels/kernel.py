@@ -156,7 +156,7 @@ class _CompilerThreads(ThreadPoolExecutor):
     def _compile_and_load(self, compile_one: Callable[[], Any]) -> Any:
         compiled = compile_one()
         with torch.cuda.device(self._device):
-            getattr(compiled, "run", None)  # a property
+            getattr(compiled, "run", None)  # a property that loads it when it is read
         return compiled
 
 

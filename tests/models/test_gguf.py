@@ -26,6 +26,7 @@ _END = 258
 
 def write_gguf(file: Path, family: str = "llama", layers: int = _LAYERS) -> Path:
     """Write a model of a byte-level vocabulary, its linear layers quantised to Q8_0."""
+    # With this seed no text has the end token, which `min_new_tokens` forbids to transformers.
     generator = torch.Generator().manual_seed(4)
     writer = gguf.GGUFWriter(file, family)
     writer.add_context_length(128)
